@@ -1,0 +1,162 @@
+"""The way from a public function to a launch.
+
+The direct road looks up a plan and launches it: no torch dispatcher. It is taken only where nothing
+but the plain result is asked for; everything else goes through the operator, which torch.compile,
+autograd, autocast, fake tensors and subclasses understand. Under function transforms and forward-mode
+AD the differentiable torch formula serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from opkiln import policy as policies
+from opkiln.dispatch import PLANS, Plan, plan, remember, tensor_key
+from opkiln.policy import Policy
+from opkiln.registry import REGISTRY
+from opkiln.spec import OpSpec
+from opkiln.torch_backend import torch_formula
+from opkiln.torch_library import operator
+
+Tensors = Sequence[torch.Tensor | None]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Bound(NamedTuple):
+    """A public call in canonical form."""
+
+    spec: OpSpec
+    tensors: tuple[torch.Tensor | None, ...]
+    params: dict[str, Any]
+
+
+Canonical = Callable[..., Bound]
+
+
+def is_direct(tensors: Tensors) -> bool:
+    """Whether a call may skip torch's dispatcher; a test for every clause."""
+    return (
+        not torch.compiler.is_compiling()
+        and not under_transform()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._is_any_autocast_enabled()
+        and all(t is None or is_plain(t) for t in tensors)
+        and not wants_gradient(tensors)
+    )
+
+
+def under_transform() -> bool:
+    """Inside vmap, jvp, grad of torch.func, or a level of forward-mode AD."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Exactly a Tensor or Parameter, strided, with no lazy conjugation or negation."""
+    return (
+        type(t) in PLAIN and t.layout is torch.strided and not t.is_conj() and not t.is_neg()
+    )
+
+
+def wants_gradient(tensors: Tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def policy_of_trace(backend: str | None) -> str:
+    """The policy in force, as a string; torch.compile records the one at trace time."""
+    return call_policy(backend).encode()
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo (1.2 s).
+policy_of_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def call_policy(backend: str | None) -> Policy:
+    policy = policies.current()
+    return policy if backend is None else policy.only(backend)
+
+
+class Captured(Exception):
+    """Unwinds a public function that was called only to learn its canonical form."""
+
+    def __init__(self, bound: Bound, policy: Policy) -> None:
+        super().__init__(bound.spec.name)
+        self.bound = bound
+        self.policy = policy
+
+
+class _Capture(threading.local):
+    on = False
+
+
+_CAPTURE = _Capture()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside the block, `run` raises Captured instead of computing."""
+    _CAPTURE.on = True
+    try:
+        yield
+    finally:
+        _CAPTURE.on = False
+
+
+def run(canonical: Canonical, tensors: Tensors, args: tuple[Any, ...], backend: str | None) -> Any:
+    """Serve one public call. `canonical(*tensors, *args)` runs once per plan."""
+    if torch.compiler.is_compiling():
+        bound = canonical(*tensors, *args)
+        return call_operator(bound, policy_of_trace(backend))
+    if _CAPTURE.on:
+        raise Captured(canonical(*tensors, *args), call_policy(backend))
+    if not is_direct(tensors):
+        return run_through_torch(canonical(*tensors, *args), backend)
+    policy = policies.current()
+    key = (
+        canonical,
+        freeze(args),
+        backend,
+        policy,
+        REGISTRY.generation,
+        *[tensor_key(t) for t in tensors],
+    )
+    made = PLANS.get(key)
+    if made is None:
+        made = remember(key, make_plan(canonical(*tensors, *args), call_policy(backend)))
+    return made.launch(*tensors)
+
+
+def run_through_torch(bound: Bound, backend: str | None) -> Any:
+    no_formula = bound.spec.backward is None and bool(bound.spec.outputs)
+    if under_transform() or (no_formula and wants_gradient(bound.tensors)):
+        return torch_formula(*bound)
+    return call_operator(bound, policy_of_trace(backend))
+
+
+def call_operator(bound: Bound, policy: str) -> Any:
+    """Through `torch.ops.opkiln`, dropping what only the backward wants."""
+    spec, tensors, params = bound
+    outs = operator(spec)(*tensors, *params.values(), policy=policy)
+    if len(spec.outputs) <= 1:
+        return outs
+    visible = outs[: len(spec.returns)]
+    return visible[0] if len(visible) == 1 else visible
+
+
+def make_plan(bound: Bound, policy: Policy) -> Plan:
+    return plan(bound.spec, bound.tensors, bound.params, policy)
+
+
+def freeze(value: Any) -> Any:
+    """Lists as tuples, so that arguments can be a dictionary key."""
+    if type(value) in (list, tuple):
+        return tuple(map(freeze, value))
+    return value
