@@ -1,0 +1,62 @@
+"""Registers the norm kernels as backend `opkiln`. Imports no kernel."""
+
+import functools
+import importlib.util
+import os
+from importlib import metadata
+from typing import Any
+
+import torch
+from opkiln.hookspecs import hookimpl
+from opkiln.registry import Implementation, Prepare, Refusal
+from opkiln.spec import Call
+
+OPKILN_API = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRAITS = frozenset({"deterministic", "batch_invariant"})
+
+
+@functools.cache
+def device_refusal(device: torch.device) -> Refusal | None:
+    """Why Triton kernels do not run on `device`."""
+    if importlib.util.find_spec("triton") is None:
+        return Refusal("triton is not installed: pip install 'triton>=3.6'")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
+    return None
+
+
+def supports_row_norm(call: Call) -> Refusal | None:
+    from opkiln_norm.row_plan import plan_for
+
+    for name, meta in vars(call.tensors).items():
+        if meta is not None and meta.dtype not in DTYPES:
+            return Refusal(f"serves float16, bfloat16 and float32, {name} is {meta.dtype}")
+    try:
+        plan_for(call)
+    except ValueError as error:
+        return Refusal(str(error))
+    return device_refusal(call.device)
+
+
+def load_row_norm() -> Prepare:
+    from opkiln_norm.row_norm import prepare
+
+    return prepare
+
+
+def row_norm(op: str) -> Implementation:
+    version = metadata.version("opkiln-norm")
+    return Implementation(
+        op, "opkiln", version, 1, supports_row_norm, load_row_norm, priority=10, traits=TRAITS
+    )
+
+
+@hookimpl
+def opkiln_implementations() -> list[Any]:
+    return [row_norm("rms_norm"), row_norm("layer_norm")]
