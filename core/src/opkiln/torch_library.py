@@ -64,7 +64,7 @@ def split(spec: OpSpec, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[st
 def pack(call: Call, outs: Any) -> Any:
     """A launch's outputs -> the operator's returns, with empty tensors where the call has none."""
     if not call.present:
-        return ()
+        return None
     given = iter(outs if isinstance(outs, tuple) else (outs,))
     full = tuple(
         next(given) if here else torch.empty(0, device=call.device) for here in call.present
@@ -255,7 +255,7 @@ def refuse_gradient(spec: OpSpec, unsupported: list[int]) -> None:
         name = spec.tensor_names[i]
         if name in spec.may_mutate or not spec.outputs:
             raise ArgumentError(
-                f"{spec.name}: {name} requires a gradient, which is lost when inputs are overwritten; "
+                f"{spec.name}: {name} requires a gradient, which overwriting inputs would lose; "
                 "use the form that returns its result, or torch.no_grad()"
             )
 
@@ -266,7 +266,11 @@ def register(spec: OpSpec) -> None:
     _library.define(schema(spec), tags=tags)
     for key in BACKENDS:
         _library.impl(spec.name, real_kernel(spec), key)
-    torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake_kernel(spec), lib=_library)
+    fake = fake_kernel(spec)
+    if spec.data_size is None:  # register_fake looks up its caller's source, 1 ms an operator
+        _library.impl(spec.name, fake, "Meta")
+    else:
+        torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
     _library.impl(spec.name, autograd_kernel(spec), "Autograd", with_keyset=True)
     for key, device_type in AUTOCAST_KEYS.items():
         _library.impl(spec.name, autocast_kernel(spec, device_type), key)

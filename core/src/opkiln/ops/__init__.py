@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops.conv import conv
+from opkiln.ops.misc import fft, mhc, topk
 from opkiln.ops.norm import (
     ada_layer_norm,
     batch_norm,
@@ -12,7 +13,6 @@ from opkiln.ops.norm import (
     layer_norm,
     rms_norm,
 )
-from opkiln.ops.misc import fft, mhc, topk
 from opkiln.ops.pool import (
     adaptive_avg_pool,
     adaptive_max_pool,
@@ -25,7 +25,13 @@ from opkiln.spec import OpSpec
 
 MODULES = (
     rms_norm,
+    layer_norm,
+    fused_add,
+    ada_layer_norm,
     batch_norm,
+    group_norm,
+    instance_norm,
+    conv,
     max_pool,
     mean_pooling,
     avg_pool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -15,19 +16,25 @@ def wide(t: torch.Tensor) -> torch.Tensor:
     return t.to(wide_dtype(t.dtype))
 
 
+@overload
+def wide_like(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def wide_like(t: None, x: torch.Tensor) -> None: ...
 def wide_like(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """`t` in the dtype of the statistics of `x`; None stays None."""
     return None if t is None else t.to(wide_dtype(x.dtype))
 
 
-def affine(
-    y: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def affine(y: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """y * weight + bias, either absent; broadcast over y."""
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
+@overload
+def per_channel(t: torch.Tensor, ndim: int) -> torch.Tensor: ...
+@overload
+def per_channel(t: None, ndim: int) -> None: ...
 def per_channel(t: torch.Tensor | None, ndim: int) -> torch.Tensor | None:
     """[C] -> [1, C, 1, ...] of `ndim` dims."""
     return None if t is None else t.view(1, -1, *[1] * (ndim - 2))

@@ -1,0 +1,221 @@
+"""The rows: which call of which op, with which shapes. Read from `conf/rows/*.yaml`.
+
+A shape may end in a dtype (`[128, f32]`); without one the tensor has the row's dtype.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from opkiln_bench.searchpath import workload_packages
+
+ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16, "i32": 4, "i64": 8}
+TORCH_NAMES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "c64": "complex64",
+    "c128": "complex128",
+    "i32": "int32",
+    "i64": "int64",
+}
+
+
+class CatalogueError(ValueError):
+    """A row file or a pattern is wrong; one line."""
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """Shape, dtype (short name), fill: normal, positive, arange, a number or a list of values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    fill: Any = "normal"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One workload of one op in one dtype.
+
+    op, name: the op on the pages (RMSNormFwd) and in Python (rms_norm). function: the name in
+    opkiln.functional. pages: label on each page that shows the row. peak: which unit bounds it.
+    condition: how much the formula amplifies rounding errors (see opkiln.conformance.compare).
+    """
+
+    op: str
+    name: str
+    function: str
+    family: str
+    label: str
+    dtype: str
+    tensors: dict[str, TensorRow]
+    args: dict[str, Any]
+    pages: dict[str, str]
+    peak: str = "vector"
+    condition: float = 1.0
+    model: str | None = None
+    note: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.op, self.label, self.dtype
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.label} {self.dtype}"
+
+
+def _tensor(values: Sequence[Any], row_dtype: str, fill: Any, where: str) -> TensorRow:
+    *sizes, last = values
+    dtype = row_dtype
+    if isinstance(last, str):
+        dtype = last
+    else:
+        sizes.append(last)
+    if dtype not in ITEMSIZE or not all(type(size) is int and size >= 0 for size in sizes):
+        raise CatalogueError(f"{where}: cannot read the shape {list(values)}")
+    return TensorRow(tuple(sizes), dtype, fill)
+
+
+def parse_rows(document: dict[str, Any], where: str) -> list[Row]:
+    """The rows of one file."""
+    try:
+        shared = {k: document[k] for k in ("op", "name", "function", "family")}
+        entries = document["rows"]
+    except (KeyError, TypeError) as exc:
+        raise CatalogueError(f"{where}: a row file needs op, name, function, family, rows") from exc
+    rows = []
+    for entry in entries:
+        label = entry["label"]
+        fill = entry.get("fill", {})
+        for dtype in entry["dtypes"]:
+            tensors = {
+                n: _tensor(v, dtype, fill.get(n, "normal"), f"{where}: {label}")
+                for n, v in entry["tensors"].items()
+            }
+            pages = {}
+            if dtype in entry.get("page_all", entry["dtypes"]):
+                pages["all"] = label
+            if shared["family"] == "normalization":
+                pages["norm"] = entry.get("label_page_norm", label)
+            rows.append(
+                Row(
+                    **shared,
+                    label=label,
+                    dtype=dtype,
+                    tensors=tensors,
+                    args=entry.get("args", {}),
+                    pages=pages,
+                    peak=entry.get("peak", document.get("peak", "vector")),
+                    condition=entry.get("condition", document.get("condition", 1.0)),
+                    model=entry.get("model"),
+                    note=entry.get("note", document.get("note")),
+                )
+            )
+    return rows
+
+
+def load_rows(packages: Iterable[str] | None = None) -> list[Row]:
+    """Every row of this package and of the plugins; two rows of one key are an error."""
+    if packages is None:
+        packages = ["opkiln_bench.conf", *workload_packages().values()]
+    found: dict[tuple[str, str, str], tuple[Row, str]] = {}
+    for package in packages:
+        folder = files(package) / "rows"
+        for path in sorted((p for p in folder.iterdir()), key=lambda p: p.name):
+            if not path.name.endswith(".yaml"):
+                continue
+            where = f"{package}/rows/{path.name}"
+            for row in parse_rows(yaml.safe_load(path.read_text(encoding="utf-8")), where):
+                if row.key in found:
+                    other = found[row.key][1]
+                    raise CatalogueError(f"{where}: {row} is already a row of {other}")
+                found[row.key] = row, where
+    return [row for row, _ in found.values()]
+
+
+def as_patterns(value: Any) -> list[str]:
+    """A pattern, or a list of them, as a list."""
+    return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def choose(patterns: Sequence[str], names: Iterable[str], what: str) -> set[str]:
+    """The names that match a pattern. A pattern that matches none lists the nearest names."""
+    known = sorted(set(names))
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in known if fnmatchcase(name, pattern)}
+        if not hits:
+            near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
+            raise CatalogueError(f"unknown {what} {pattern!r}; the nearest are {', '.join(near)}")
+        chosen |= hits
+    return chosen
+
+
+def select(rows: Sequence[Row], op: Any, workload: Any, dtype: Any) -> list[Row]:
+    """Rows whose op (either name), label and dtype match. An empty selection is an error."""
+    ops = choose(as_patterns(op), [n for r in rows for n in (r.op, r.name)], "op")
+    rows = [r for r in rows if r.op in ops or r.name in ops]
+    labels = choose(as_patterns(workload), [r.label for r in rows], "workload")
+    rows = [r for r in rows if r.label in labels]
+    dtypes = choose(as_patterns(dtype), [r.dtype for r in rows], "dtype")
+    return [r for r in rows if r.dtype in dtypes]
+
+
+def in_suite(
+    rows: Sequence[Row],
+    page: str | None = None,
+    max_row_mbytes: float | None = None,
+    rows_per_op: int | None = None,
+) -> list[Row]:
+    """The rows of a suite, in catalogue order."""
+    chosen = [
+        r
+        for r in rows
+        if (page is None or page in r.pages)
+        and (max_row_mbytes is None or r.input_bytes <= max_row_mbytes * 1e6)
+    ]
+    if rows_per_op is None:
+        return chosen
+    kept = set()
+    for op in {r.op for r in chosen}:
+        by_size = sorted((r for r in chosen if r.op == op), key=lambda r: r.input_bytes)
+        kept |= {r.key for r in by_size[:rows_per_op]}
+    return [r for r in chosen if r.key in kept]
+
+
+def in_shard(rows: Sequence[Row], shard: str) -> list[Row]:
+    """Part i of n (`i/n`). Ops stay whole; the largest go first to the lightest part."""
+    try:
+        index, count = (int(x) for x in shard.split("/"))
+    except ValueError as exc:
+        raise CatalogueError(f"shard must be i/n, got {shard!r}") from exc
+    if not 0 <= index < count:
+        raise CatalogueError(f"shard i/n needs 0 <= i < n, got {shard!r}")
+    weights: dict[str, int] = {}
+    for row in rows:
+        weights[row.op] = weights.get(row.op, 0) + row.input_bytes + 10_000_000
+    loads = [0] * count
+    home = {}
+    for op in sorted(weights, key=lambda o: (-weights[o], o)):
+        lightest = loads.index(min(loads))
+        home[op] = lightest
+        loads[lightest] += weights[op]
+    return [r for r in rows if home[r.op] == index]

@@ -1,0 +1,150 @@
+"""Is an output right? Compared with the spec's reference in float64 before anything is timed.
+
+Rows of gigabytes are checked in slices along a dimension that the op treats independently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from opkiln.conformance.compare import compare
+
+from opkiln_bench.analysis import OURS
+from opkiln_bench.contestants import Subject
+
+# Ours must meet the conformance tolerance (half a unit in the last place, and float32's rounding).
+# A peer that is off by two units is less accurate, not wrong: without it our ratio would flatter.
+PEER_ALLOWANCE = 4.0
+
+SLICE_ELEMENTS = 1 << 27  # 1 GiB in float64; the reference holds about six such tensors at once
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """An op whose slices along `dim` are independent, and the tensors that are cut."""
+
+    dim: int
+    tensors: tuple[str, ...]
+
+
+SLICED = {
+    "layer_norm": Sliced(0, ("input",)),
+    "rms_norm": Sliced(0, ("input",)),
+    "fused_add_layer_norm": Sliced(0, ("input", "residual")),
+    "fused_add_rms_norm": Sliced(0, ("input", "residual")),
+    "topk_selector": Sliced(1, ("scores", "starts", "ends")),
+}
+
+
+def widened(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Floating-point tensors in double precision; the others as they are."""
+    if t is None:
+        return None
+    if t.is_complex():
+        return t.to(torch.complex128)
+    return t.to(torch.float64) if t.is_floating_point() else t
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a backend's result is right, its largest error over the tolerance, what is wrong."""
+
+    ok: bool
+    ratio: float
+    reason: str = ""
+
+
+def poison(subject: Subject) -> None:
+    """Fill memory that the outputs will likely get with NaN: an unwritten element then shows."""
+    for meta in subject.call.outputs:
+        if meta.dtype.is_floating_point:
+            torch.full(meta.shape, float("nan"), dtype=meta.dtype, device=meta.device)
+
+
+def against_reference(
+    subject: Subject, outputs: dict[str, list[torch.Tensor]]
+) -> dict[str, Verdict]:
+    """Each backend's outputs (and written inputs) against the reference, slice by slice."""
+    tallies = {b: Tally(b, 1.0 if b == OURS else PEER_ALLOWANCE) for b in outputs}
+    names = [o.name for o in subject.spec.returns] + list(subject.spec.mutates(subject.call))
+    expected_metas = [(m.shape, m.dtype) for m in subject.call.outputs]
+    for backend, found in outputs.items():
+        metas = [(tuple(t.shape), t.dtype) for t in found[: len(expected_metas)]]
+        if metas != expected_metas:
+            tallies[backend].reason = f"shapes and dtypes {metas}, expected {expected_metas}"
+    for cut in slices(subject):
+        expected = reference_of(subject, cut)
+        for backend, found in outputs.items():
+            if not tallies[backend].reason:
+                for name, out, ref in zip(names, found, expected, strict=False):
+                    tallies[backend].add(name, cut(out), ref, subject)
+    return {backend: tally.verdict() for backend, tally in tallies.items()}
+
+
+class Cut:
+    """One slice of the tensors that are cut; the identity where nothing is."""
+
+    def __init__(self, dim: int = 0, start: int = 0, length: int | None = None) -> None:
+        self.dim, self.start, self.length = dim, start, length
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        return t if self.length is None else t.narrow(self.dim, self.start, self.length)
+
+
+def slices(subject: Subject) -> Iterator[Cut]:
+    """The whole call, or slices of a row too large for float64 at once."""
+    how = SLICED.get(subject.spec.name)
+    first = subject.tensors[0]
+    assert first is not None
+    if how is None or first.numel() <= SLICE_ELEMENTS:
+        yield Cut()
+        return
+    extent = first.shape[how.dim]
+    length = max(1, SLICE_ELEMENTS * extent // first.numel())
+    for start in range(0, extent, length):
+        yield Cut(how.dim, start, min(length, extent - start))
+
+
+def reference_of(subject: Subject, cut: Cut) -> list[torch.Tensor]:
+    """The reference's visible outputs, then the inputs that it writes, in float64."""
+    how = SLICED.get(subject.spec.name)
+    names = subject.spec.tensor_names
+    cut_names = how.tensors if how else ()
+    tensors = [
+        widened(cut(t) if t is not None and n in cut_names else t)
+        for n, t in zip(names, subject.tensors, strict=True)
+    ]
+    outs = subject.spec.reference(*tensors, **subject.params)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    visible = [o for o in outs[: len(subject.spec.returns)] if o is not None]
+    written = subject.spec.mutates(subject.call)
+    return [
+        *visible,
+        *(t for n, t in zip(names, tensors, strict=True) if n in written and t is not None),
+    ]
+
+
+@dataclass
+class Tally:
+    """One backend's outputs so far: the largest error over its tolerance, and the first fault."""
+
+    backend: str
+    allowance: float
+    ratio: float = 0.0
+    reason: str = ""
+
+    def add(self, name: str, out: torch.Tensor, ref: torch.Tensor, subject: Subject) -> None:
+        spec, row = subject.spec, subject.row
+        if row.name == "topk_selector":  # a set: the order within a row is free
+            out, ref = out.sort(-1).values, ref.sort(-1).values
+        terms = spec.reduction(subject.call)
+        exact = row.name.startswith("max_pool")
+        result = compare(name, out, ref, terms, row.condition, exact=exact, backend=self.backend)
+        self.ratio = max(self.ratio, result.ratio)
+        if result.ratio > self.allowance and not self.reason:
+            self.reason = result.message
+
+    def verdict(self) -> Verdict:
+        return Verdict(not self.reason, self.ratio, self.reason)

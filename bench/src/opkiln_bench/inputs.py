@@ -1,0 +1,32 @@
+"""The tensors of a row, on a device. The same row always gets the same values."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from opkiln_bench.catalogue import TORCH_NAMES, CatalogueError, Row, TensorRow
+
+
+def make_inputs(row: Row, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensor name -> tensor. Seeded by the row's name, so that every run sees the same data."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(str(row).encode()))
+    return {name: _filled(t, device, generator) for name, t in row.tensors.items()}
+
+
+def _filled(spec: TensorRow, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    dtype = getattr(torch, TORCH_NAMES[spec.dtype])
+    fill: Any = spec.fill
+    if fill == "normal":
+        return torch.randn(spec.shape, dtype=dtype, device=device, generator=generator)
+    if fill == "positive":
+        return torch.rand(spec.shape, dtype=dtype, device=device, generator=generator) + 0.5
+    if fill == "arange":
+        return torch.arange(spec.shape[0], dtype=dtype, device=device)
+    if isinstance(fill, list):
+        return torch.tensor(fill, dtype=dtype, device=device)
+    if isinstance(fill, int | float):
+        return torch.full(spec.shape, fill, dtype=dtype, device=device)
+    raise CatalogueError(f"unknown fill {fill!r}: normal, positive, arange, a number or a list")

@@ -1,0 +1,68 @@
+"""quack: CuTe DSL row norms. Its layer norm takes float32 weights, which are converted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opkiln.registry import Implementation, Launch, Prepare
+from opkiln.spec import Call
+
+from opkiln_bench.peers.common import Once, as_rows, peer, rows_only
+
+
+def implementations() -> list[Implementation]:
+    return peer(
+        "quack",
+        "quack-kernels",
+        {
+            "rms_norm": (rows_only(), load_rms_norm),
+            "layer_norm": (rows_only("weight"), load_layer_norm),
+            "fused_add_rms_norm": (rows_only("weight"), load_fused_add_rms_norm),
+        },
+    )
+
+
+def load_rms_norm() -> Prepare:
+    from quack.rmsnorm import rmsnorm_fwd
+
+    def prepare(call: Call) -> Launch:
+        shape, rows = as_rows(call)
+        eps = call.params.eps
+        return lambda x, weight: rmsnorm_fwd(x.view(rows), weight, eps=eps)[0].view(shape)
+
+    return prepare
+
+
+def load_layer_norm() -> Prepare:
+    from quack.rmsnorm import layernorm_fwd
+
+    def prepare(call: Call) -> Launch:
+        shape, rows = as_rows(call)
+        eps = call.params.eps
+        wide_weight, wide_bias = Once(torch.float32), Once(torch.float32)
+
+        def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+            return layernorm_fwd(x.view(rows), wide_weight(weight), wide_bias(bias), eps).view(
+                shape
+            )
+
+        return launch
+
+    return prepare
+
+
+def load_fused_add_rms_norm() -> Prepare:
+    from quack.rmsnorm import rmsnorm_fwd
+
+    def prepare(call: Call) -> Launch:
+        shape, rows = as_rows(call)
+        eps = call.params.eps
+
+        def launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+            out, total, _ = rmsnorm_fwd(x.view(rows), weight, None, residual.view(rows), eps=eps)
+            return out.view(shape), total.view(shape)
+
+        return launch
+
+    return prepare

@@ -1,0 +1,221 @@
+"""What only a GPU can get wrong: streams, graphs, grid limits, 64-bit offsets, a second device.
+
+The values of the other cases are the oracle here: each check compares with a plain eager call of
+the same implementation, which those cases have compared with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from opkiln.conformance.cases import Case, cases_of
+from opkiln.conformance.checks import (
+    SETS,
+    Fault,
+    Outcome,
+    check,
+    expected_of,
+    in_order,
+    is_exact,
+    output_names,
+    run,
+)
+from opkiln.conformance.compare import compare
+from opkiln.conformance.rows import BATCHED
+from opkiln.conformance.tensors import T, bits, storage_of
+from opkiln.dispatch import plan, refusal
+from opkiln.policy import DEFAULT
+from opkiln.registry import REGISTRY, Launch
+from opkiln.road import Bound
+from opkiln.spec import Call
+
+SLOW_CYCLES = 20_000_000  # about 10 ms at 2 GHz: longer than any launch of these cases
+ROWS = 67  # of a batch that is repeated; a prime, so that no tile size divides it
+MANY_ROWS = 65_537  # more than a grid's y and z axes hold
+MANY_ELEMENTS = 2**31 + 4096  # offsets no longer fit in 32 bits
+
+
+def device_checks(op: str, backend: str, device: torch.device, big: bool) -> Iterator[Outcome]:
+    """The checks of one op, on its first case."""
+    cases = cases_of(op)
+    if not cases:
+        return
+    case = cases[0]
+    yield judged(case, backend, device, "side_stream", on_side_stream)
+    yield judged(case, backend, device, "cuda_graph", in_cuda_graph)
+    if op in BATCHED:
+        yield judged(grown(case), backend, device, "many_rows", with_many_rows)
+    if torch.cuda.device_count() > 1:
+        yield on_second_device(case, backend)
+    if big and op in BATCHED:
+        yield judged(grown(case), backend, device, "above_32_bits", above_32_bits)
+        torch.cuda.empty_cache()
+
+
+def judged(
+    case: Case,
+    backend: str,
+    device: torch.device,
+    name: str,
+    body: Callable[[Case, str, Bound], None],
+) -> Outcome:
+    """Run one check on the case's implementation."""
+    label = f"{case.id}-{name}"
+    impl = REGISTRY.of(case.op).get(backend)
+    if impl is None:
+        return Outcome(case.op, label, "refused", f"{backend} does not implement {case.op}")
+    bound = case.build(device)
+    no = refusal(impl, call_of(bound, backend))
+    if no is not None:
+        return Outcome(case.op, label, "refused", no.reason)
+    try:
+        body(case, backend, bound)
+    except Fault as fault:
+        return Outcome(case.op, label, "failed", str(fault))
+    except Exception as error:  # whatever a backend raises is its failure
+        text = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        return Outcome(case.op, label, "failed", text)
+    return Outcome(case.op, label, "passed")
+
+
+def results(launch: Launch, bound: Bound) -> list[torch.Tensor]:
+    """The outputs, then copies of the inputs (some ops write them)."""
+    out = launch(*bound.tensors)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    return [*outs, *[x.clone() for x in bound.tensors if x is not None]]
+
+
+def snapshot(bound: Bound) -> list[torch.Tensor]:
+    return [storage_of(x).clone() for x in bound.tensors if x is not None]
+
+
+def restore(bound: Bound, stored: list[torch.Tensor]) -> None:
+    for x, old in zip([x for x in bound.tensors if x is not None], stored, strict=True):
+        storage_of(x).copy_(old)
+
+
+def assert_same(
+    case_op: str, found: list[torch.Tensor], expected: list[torch.Tensor], where: str
+) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if case_op in SETS and i == 0:
+            a, b = in_order(a), in_order(b)
+        if not torch.equal(bits(a), bits(b)):
+            raise Fault(f"result {i} {where} differs from the eager call's")
+
+
+def on_side_stream(case: Case, backend: str, bound: Bound) -> None:
+    """The inputs are produced late on a side stream; work on another stream would miss them."""
+    launch = launch_of(bound, backend)
+    stored = snapshot(bound)
+    expected = results(launch, bound)
+    for x in bound.tensors:
+        if x is not None:
+            storage_of(x).zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLOW_CYCLES)
+        restore(bound, stored)
+        found = results(launch, bound)
+        copies = [x.clone() for x in found]
+    side.synchronize()
+    assert_same(bound.spec.name, copies, expected, "on a side stream")
+
+
+def in_cuda_graph(case: Case, backend: str, bound: Bound) -> None:
+    """Captured after a warm-up; the replay has to use the inputs' values at replay time."""
+    launch = launch_of(bound, backend)
+    stored = snapshot(bound)
+    expected = results(launch, bound)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(launch, bound)
+    torch.cuda.current_stream().wait_stream(side)
+    for x in bound.tensors:
+        if x is not None:
+            storage_of(x).zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(launch, bound)
+    restore(bound, stored)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(bound.spec.name, found, expected, "in a captured graph")
+
+
+def on_second_device(case: Case, backend: str) -> Outcome:
+    """Inputs on cuda:1 while cuda:0 is current."""
+    with torch.cuda.device(0):
+        outcome = check(case, backend, torch.device("cuda", 1))
+        current = torch.cuda.current_device()
+    label = f"{case.id}-second_device"
+    if outcome.status == "passed" and current != 0:
+        return Outcome(case.op, label, "failed", f"left cuda:{current} as the current device")
+    return replace(outcome, case=label)
+
+
+def grown(case: Case) -> Case:
+    """The case with ROWS as the first dim of its batched tensors."""
+
+    def longer(name: str, value: Any) -> Any:
+        grows = name in BATCHED[case.op] and isinstance(value, T)
+        return replace(value, shape=(ROWS, *value.shape[1:])) if grows else value
+
+    arguments = {n: longer(n, v) for n, v in case.row.arguments.items()}
+    return replace(case, row=replace(case.row, arguments=arguments))
+
+
+def with_many_rows(case: Case, backend: str, bound: Bound) -> None:
+    """More rows than a 16-bit grid axis holds: the batch again and again, every row compared."""
+    times = -(-MANY_ROWS // ROWS)
+    for name, out, expected in repeated(backend, bound, times):
+        whole = expected.repeat(times, *[1] * (expected.ndim - 1))
+        assert_close(case, backend, bound, name, out, whole)
+
+
+def above_32_bits(case: Case, backend: str, bound: Bound) -> None:
+    """More than 2^31 elements in the first batched tensor: the first and the last rows compared."""
+    first = bound.tensors[bound.spec.tensor_names.index(BATCHED[case.op][0])]
+    assert first is not None
+    for name, out, expected in repeated(backend, bound, -(-MANY_ELEMENTS // first.numel())):
+        for rows in (out[:ROWS], out[-ROWS:]):
+            assert_close(case, backend, bound, name, rows, expected)
+
+
+def repeated(
+    backend: str, bound: Bound, times: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, output for the batch repeated `times`, and what one batch's output has to be."""
+    call = call_of(bound, backend)
+    expected = expected_of(bound, call)
+    names = BATCHED[bound.spec.name]
+    tensors = tuple(
+        x.repeat(times, *[1] * (x.ndim - 1)) if x is not None and name in names else x
+        for name, x in zip(bound.spec.tensor_names, bound.tensors, strict=True)
+    )
+    outs = run(launch_of(bound._replace(tensors=tensors), backend), bound._replace(tensors=tensors))
+    yield from zip(output_names(call), outs, expected, strict=False)
+
+
+def assert_close(
+    case: Case, backend: str, bound: Bound, name: str, out: torch.Tensor, expected: torch.Tensor
+) -> None:
+    terms = bound.spec.reduction(call_of(bound, backend))
+    exact = is_exact(case)
+    result = compare(name, out, expected, terms, case.row.condition, exact=exact, backend=backend)
+    if not result.ok:
+        raise Fault(result.message)
+
+
+def call_of(bound: Bound, backend: str) -> Call:
+    return Call.of(bound.spec, bound.tensors, bound.params, DEFAULT.only(backend))
+
+
+def launch_of(bound: Bound, backend: str) -> Launch:
+    return plan(bound.spec, bound.tensors, bound.params, DEFAULT.only(backend)).launch

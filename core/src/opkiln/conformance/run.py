@@ -1,0 +1,197 @@
+"""`conform(backend)`: all cases of a backend, and the report about them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opkiln.conformance.cases import cases_of
+from opkiln.conformance.checks import Outcome, check
+from opkiln.errors import ArgumentError
+from opkiln.ops import CATALOGUE
+from opkiln.registry import REGISTRY
+
+SCHEMA_VERSION = 1
+MAX_LISTED = 20  # failures and refusals spelled out for one op
+
+Progress = Callable[[Outcome], None]
+
+
+@dataclass
+class OpReport:
+    """One op: failed, passed or refused (no case was taken). worst_ratio: error / tolerance."""
+
+    op: str
+    page_op: str
+    cases: int = 0
+    passed: int = 0
+    failed: int = 0
+    refused: int = 0
+    worst_ratio: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        if self.failed:
+            return "failed"
+        return "passed" if self.passed else "refused"
+
+    def add(self, outcome: Outcome) -> None:
+        self.cases += 1
+        setattr(self, outcome.status, getattr(self, outcome.status) + 1)
+        self.worst_ratio = max(self.worst_ratio, outcome.ratio)
+        lines = {"failed": self.failures, "refused": self.refusals}.get(outcome.status)
+        if lines is not None and len(lines) < MAX_LISTED:
+            lines.append(f"{outcome.case}: {outcome.message}")
+
+
+@dataclass
+class Report:
+    """What `conform` found. `str()` is a table; `to_json()` is conformance.json."""
+
+    backend: str
+    device: str
+    environment: dict[str, Any]
+    ops: list[OpReport]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed and something passed."""
+        statuses = [o.status for o in self.ops]
+        return "failed" not in statuses and "passed" in statuses
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "backend": self.backend,
+            "device": self.device,
+            "ok": self.ok,
+            "environment": self.environment,
+            "ops": [asdict(o) | {"status": o.status} for o in self.ops],
+        }
+
+    def __str__(self) -> str:
+        width = max((len(o.op) for o in self.ops), default=2)
+        lines = [f"backend {self.backend} on {self.device}"]
+        lines.append(f"{'op':<{width}}  status   cases  passed  failed  refused  error/tolerance")
+        for o in self.ops:
+            lines.append(
+                f"{o.op:<{width}}  {o.status:<7}  {o.cases:>5}  {o.passed:>6}  {o.failed:>6}  "
+                f"{o.refused:>7}  {o.worst_ratio:>15.2f}"
+            )
+        lines += [
+            f"FAILED {o.op}[{line}".replace(": ", "]: ", 1) for o in self.ops for line in o.failures
+        ]
+        return "\n".join(lines)
+
+
+def conform(
+    backend: str,
+    ops: Sequence[str] | None = None,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] | None = None,
+    progress: Progress | None = None,
+    big: bool = False,
+) -> Report:
+    """Run the cases of a backend.
+
+    ops: python names, None: those that the backend implements. dtypes: None for all.
+    progress(outcome): called after each case. big: also calls above 2^31 elements (CUDA only).
+    On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
+    device where there is one. Raises ArgumentError for an unknown backend, op or device.
+    """
+    names = chosen_ops(backend, ops)
+    where = chosen_device(device)
+    chosen = None if dtypes is None else tuple(dtypes)
+    reports = []
+    for name in names:
+        report = OpReport(name, CATALOGUE[name].op)
+        for case in cases_of(name, chosen):
+            tell(report, check(case, backend, where), progress)
+        if where.type == "cuda":
+            from opkiln.conformance.cuda_checks import device_checks
+
+            for outcome in device_checks(name, backend, where, big):
+                tell(report, outcome, progress)
+        reports.append(report)
+    return Report(backend, str(where), environment(where), reports)
+
+
+def tell(report: OpReport, outcome: Outcome, progress: Progress | None) -> None:
+    report.add(outcome)
+    if progress is not None:
+        progress(outcome)
+
+
+def chosen_ops(backend: str, ops: Sequence[str] | None) -> list[str]:
+    """The ops to run, in catalogue order."""
+    if backend not in REGISTRY.backends():
+        known = ", ".join(REGISTRY.backends())
+        raise ArgumentError(f"conform: no backend {backend!r}, installed backends: {known}")
+    unknown = [op for op in ops or () if op not in CATALOGUE]
+    if unknown:
+        raise ArgumentError(f"conform: no op {unknown[0]!r}; opkiln.ops() lists them")
+    return [n for n in CATALOGUE if (n in ops if ops is not None else backend in REGISTRY.of(n))]
+
+
+def chosen_device(device: str) -> torch.device:
+    """`device` with its index."""
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"conform: cannot read the device {device!r}") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("conform: device cuda was asked for, torch sees no GPU")
+    return torch.device("cuda", where.index or 0) if where.type == "cuda" else where
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything needed to repeat a run."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "opkiln": installed("opkiln"),
+        "plugins": {p.name: p.version for p in REGISTRY.plugins},
+    }
+
+
+def installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """OPKILN_COMMIT, else the HEAD of the source tree ("-dirty" where changed), else None."""
+    stated = os.environ.get("OPKILN_COMMIT")
+    if stated:
+        return stated
+    head = git("rev-parse", "HEAD")
+    return f"{head}-dirty" if head and git("status", "--porcelain") else head or None
+
+
+def git(*arguments: str) -> str:
+    """Output of a git command on the tree that this file lies in; empty where there is none."""
+    folder = str(Path(__file__).resolve().parent)
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,125 @@
+"""Residual addition and row norm in one op: residual_out = input + residual, out = norm(sum).
+
+The norm reads the sum before it is rounded to the input's dtype. The backward reads `residual_out`,
+which the next layer keeps anyway, so the op itself keeps one float32 number or two a row; its
+gradient is that of the norm at the rounded sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opkiln.ops.common import wide, wide_like
+from opkiln.ops.derive import inplace_of, with_backward
+from opkiln.ops.norm import layer_norm, rms_norm
+from opkiln.ops.norm.formulas import row_parameter
+from opkiln.spec import OpSpec, OutputSpec, TensorSpec, like
+
+
+def fused_add_specs(op: str, norm: OpSpec, norm_backward: OpSpec) -> tuple[OpSpec, ...]:
+    """Forward, backward and in-place form of input + residual followed by `norm`."""
+
+    def after_add(fn: Any, input: Any, residual: Any, *affine: Any, **params: Any) -> Any:
+        total = wide(input) + wide(residual)
+        outs = fn(total, *[wide_like(t, total) for t in affine], **params)
+        out, *saved = outs if isinstance(outs, tuple) else (outs,)
+        return out.to(input.dtype), total.to(input.dtype), *saved
+
+    def reference(*tensors: Any, **params: Any) -> Any:
+        return after_add(norm.reference, *tensors, **params)
+
+    def native(*tensors: Any, **params: Any) -> Any:
+        return after_add(norm.native, *tensors, **params)
+
+    def native_train(*tensors: Any, **params: Any) -> Any:
+        return after_add(norm.native_train, *tensors, **params)
+
+    def backward_reference(
+        grad_out: torch.Tensor,
+        grad_residual_out: torch.Tensor,
+        residual_out: torch.Tensor,
+        weight: torch.Tensor | None,
+        *saved: torch.Tensor,
+        eps: float,
+        **params: Any,
+    ) -> Any:
+        no_affine = [None] * (len(norm.tensors) - 1)
+        shape = params["normalized_shape"]
+        _, *saved = norm.reference(residual_out, *no_affine, shape, eps)  # differentiable again
+        return gradients(norm_backward.reference, grad_out, grad_residual_out, residual_out, weight,
+                         *saved, **params)  # fmt: skip
+
+    def backward_native(*tensors: Any, eps: float, **params: Any) -> Any:
+        return gradients(norm_backward.native, *tensors, **params)
+
+    names = tuple(t.name for t in norm.tensors[1:])
+    parameter = row_parameter("residual_out")
+    forward, backward = with_backward(
+        OpSpec(
+            op=op,
+            name=f"fused_add_{norm.name}",
+            family="norm",
+            tensors=(
+                norm.tensors[0],
+                TensorSpec("residual", norm.tensors[0].dims),
+                *norm.tensors[1:],
+            ),
+            params=norm.params,
+            outputs=(
+                norm.outputs[0],
+                OutputSpec("residual_out", like("input"), doc="input + residual"),
+                *norm.outputs[1:],
+            ),
+            reference=reference,
+            native=native,
+            native_train=native_train,
+            flops=lambda call: norm.flops(call) + call.tensors.input.numel,
+            reduction=norm.reduction,
+            autocast=norm.autocast,
+            doc=f"input + residual, and {norm.name} of the sum.",
+        ),
+        wrt=("input", "residual", *names),
+        needs=("residual_out", "weight"),
+        reference=backward_reference,
+        native=backward_native,
+        grad_dims=norm.tensors[0].dims,
+        saved_dims={o.name: "*B" for o in norm.outputs[1:]},
+        grad_meta={
+            "input": like("residual_out"),
+            "residual": like("residual_out"),
+            **dict.fromkeys(names, parameter),
+        },
+        double="backward",
+    )
+    return forward, backward, inplace_of(forward, {"input": "out", "residual": "residual_out"})
+
+
+def gradients(
+    fn: Any,
+    grad_out: torch.Tensor,
+    grad_residual_out: torch.Tensor,
+    *tensors: Any,
+    output_mask: list[bool],
+    **params: Any,
+) -> Any:
+    """The norm's gradients by `fn`; input and residual get the same, in memory of their own."""
+    to_input, to_residual, *to_params = output_mask
+    mask = [to_input or to_residual, *to_params]
+    grad, *rest = fn(grad_out, *tensors, output_mask=mask, **params)
+    if grad is None:
+        return None, None, *rest
+    total = (wide(grad) + wide(grad_residual_out)).to(grad.dtype)
+    both = to_input and to_residual
+    return (
+        total if to_input else None,
+        (total.clone() if both else total) if to_residual else None,
+        *rest,
+    )
+
+
+SPECS = (
+    *fused_add_specs("FusedAddLayerNormFwd", layer_norm.SPEC, layer_norm.BACKWARD),
+    *fused_add_specs("FusedAddRMSNormFwd", rms_norm.SPEC, rms_norm.BACKWARD),
+)

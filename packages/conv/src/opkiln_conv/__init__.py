@@ -1,0 +1,1 @@
+"""GPU kernels of opkiln's convolutions; opkiln finds them through the plugin."""

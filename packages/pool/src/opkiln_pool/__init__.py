@@ -1,0 +1,1 @@
+"""GPU kernels of opkiln's poolings; opkiln finds them through the plugin."""

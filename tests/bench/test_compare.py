@@ -1,0 +1,47 @@
+"""Two runs against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opkiln_bench import commands
+from opkiln_bench.compare import changes
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def two_runs(make_row: Make, make_run: Make) -> tuple[Any, Any]:
+    before = [make_row(n, times_us={"opkiln": 10.0}) for n in ("same", "slower", "faster", "gone")]
+    after = [
+        make_row("same", times_us={"opkiln": 10.02}),
+        make_row("slower", times_us={"opkiln": 10.5}),
+        make_row("faster", times_us={"opkiln": 8.0}),
+        make_row("new", times_us={"opkiln": 1.0}),
+    ]
+    return make_run("A", before), make_run("B", after)
+
+
+def test_changes_beyond_noise(two_runs: tuple[Any, Any]) -> None:
+    kinds = {c.key[1]: c.kind for c in changes(*two_runs)}
+    assert kinds == {"same": "level", "slower": "slower", "faster": "faster"}
+
+
+def test_command_prints_and_fails_on_regression(
+    two_runs: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / "A"), str(tmp_path / "B")]
+    assert commands.main(["compare", *paths]) == 0
+    assert commands.main(["compare", *paths, "--fail-on", "regression"]) == 1
+    assert commands.main(["compare", paths[0], paths[0], "--fail-on", "regression"]) == 0
+    out = capsys.readouterr().out
+    assert "slower: RMSNormFwd slower bf16 10.0" in out
+    assert "3 rows in both: 1 slower, 1 faster" in out
+
+
+def test_a_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,124 @@
+"""Attribution and agreement on a real GPU: what CUPTI says belongs to the call that did it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opkiln_bench.settings import Timer as TimerSettings
+from opkiln_bench.timing import MeasureError, Samples
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def measure() -> Callable[[Callable[[], Any]], Samples | MeasureError]:
+    from opkiln_bench.timing.cupti import CuptiTimer
+
+    timer = CuptiTimer(torch.device("cuda", 0), TimerSettings(max_samples=20))
+    return lambda call: timer.measure({"call": call})["call"]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(8 * MIB, device="cuda")
+
+
+def kernels_of(found: Samples | MeasureError) -> int:
+    assert isinstance(found, Samples), found
+    assert len(found.all_us) == 20
+    assert all(t > 0 for t in found.all_us)
+    assert found.kernels is not None
+    return found.kernels
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_known_kernel_counts(measure: Any, x: torch.Tensor, count: int) -> None:
+    assert kernels_of(measure(lambda: [x.add(1) for _ in range(count)])) == count
+
+
+def test_memset_and_memcpy_count(measure: Any, x: torch.Tensor) -> None:
+    y = torch.empty_like(x)
+
+    def call() -> None:
+        y.copy_(x)  # a device-to-device memcpy
+        y.zero_()  # a memset
+
+    found = measure(call)
+    assert kernels_of(found) == 2
+    alone = measure(lambda: y.copy_(x))
+    assert sum(found.all_us) > 1.2 * sum(alone.all_us)
+
+
+def test_a_call_that_launches_nothing_is_an_error(measure: Any) -> None:
+    found = measure(lambda: None)
+    assert isinstance(found, MeasureError) and "launched nothing" in str(found)
+
+
+def test_work_on_another_stream_is_an_error(measure: Any, x: torch.Tensor) -> None:
+    side = torch.cuda.Stream()
+
+    def call() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add(1)
+        torch.cuda.current_stream().wait_stream(side)
+
+    found = measure(call)
+    assert isinstance(found, MeasureError) and "on stream" in str(found)
+
+
+def test_a_graph_replay_is_timed_by_its_kernels(measure: Any, x: torch.Tensor) -> None:
+    out = torch.empty_like(x)
+    torch.add(x, 1, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.add(x, 1, out=out)
+        torch.mul(out, 2, out=out)
+    replayed = measure(graph.replay)
+    eager = measure(lambda: torch.mul(torch.add(x, 1, out=out), 2, out=out))
+    assert kernels_of(replayed) == kernels_of(eager) == 2
+    assert median(replayed) == pytest.approx(median(eager), rel=0.05)
+
+
+def test_contestants_are_told_apart(x: torch.Tensor) -> None:
+    from opkiln_bench.timing.cupti import CuptiTimer
+
+    timer = CuptiTimer(torch.device("cuda", 0), TimerSettings(max_samples=20))
+    half = x[: x.numel() // 8].clone()
+    found = timer.measure({"large": lambda: x.add(1), "small": lambda: half.add(1)})
+    assert median(found["large"]) > 3 * median(found["small"])
+
+
+def median(samples: Any) -> float:
+    assert isinstance(samples, Samples), samples
+    return float(torch.tensor(samples.all_us).median())
+
+
+def by_events(call: Callable[[], Any], rounds: int = 20) -> float:
+    """Median time of a call between two events, L2 flushed, in us."""
+    from opkiln_bench.timing.cupti import L2Flush
+
+    flush = L2Flush(torch.device("cuda", 0), 2.0)
+    taken = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush()
+        torch.cuda._sleep(200_000)  # about 0.1 ms: the host is ahead when the events are reached
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e3)
+    return float(torch.tensor(taken).median())
+
+
+def test_agreement_with_events_above_50_us(measure: Any) -> None:
+    x = torch.randn(128 * MIB, device="cuda")
+    call = lambda: x.add(1)  # noqa: E731
+    found = measure(call)
+    assert median(found) > 50
+    assert by_events(call) == pytest.approx(median(found), rel=0.03)
