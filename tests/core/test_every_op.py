@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-from samples import SAMPLES
-from torch.utils._python_dispatch import TorchDispatchMode
-
 import opkiln
 import opkiln.functional as F
+import pytest
+import torch
 from opkiln.ops import CATALOGUE
-from opkiln.torch_library import operator
+from opkiln.schema import operator
+from samples import SAMPLES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PAGE_OPS = 36
 DIFFERENTIABLE = (
@@ -103,7 +102,21 @@ def test_opcheck_of_the_backward(name):
     with CallsOf(back) as calls:
         torch.autograd.backward(outs, [torch.randn_like(o) for o in outs])
     (args,) = calls.seen
-    torch.library.opcheck(back, args)
+    torch.library.opcheck(back, [a.detach() if isinstance(a, torch.Tensor) else a for a in args])
+
+
+def test_an_operator_without_a_derivative_says_so():
+    spec, tensors, params = bound_with_gradients(SAMPLES["batch_norm_backward"], DTYPE, False)
+    out = operator(spec)(tensors[0].requires_grad_(), *tensors[1:], *params.values())[0]
+    with pytest.raises(opkiln.ArgumentError, match="batch_norm_backward has no derivative"):
+        out.sum().backward()
+
+
+def test_a_public_function_without_a_derivative_goes_through_the_formula():
+    args, kwargs = SAMPLES["batch_norm_backward"].build(torch.float64)
+    grad_out = args[0].requires_grad_()
+    first = lambda g: F.batch_norm_backward(g, *args[1:], **kwargs)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(first, grad_out)
 
 
 @pytest.mark.parametrize("name", [n for n in SAMPLES if f"{n}_inplace" in CATALOGUE])

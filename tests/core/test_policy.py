@@ -7,9 +7,8 @@ import subprocess
 import sys
 import threading
 
-import pytest
-
 import opkiln
+import pytest
 from opkiln import policy
 from opkiln.policy import DEFAULT, Policy, parse_preference
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
+import opkiln
+import opkiln.functional as F
 import pytest
 import torch
+from opkiln import road
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import opkiln
-import opkiln.functional as F
-from opkiln import road
 
 SHAPE = (8,)
 

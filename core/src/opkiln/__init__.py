@@ -4,7 +4,7 @@
 `opkiln.explain` says who does and why.
 """
 
-from opkiln import functional
+from opkiln import functional, torch_library
 from opkiln.api import backends, explain, ops
 from opkiln.errors import ArgumentError, BackendError, PluginError
 from opkiln.hookspecs import hookimpl
@@ -27,5 +27,6 @@ __all__ = [
     "inference_only",
     "ops",
     "simple",
+    "torch_library",
     "use",
 ]

@@ -28,7 +28,7 @@ def backends(op: str) -> list[str]:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Who would serve `fn(*args, **kwargs)` and why; fn is one of opkiln.functional.
 
-        print(opkiln.explain(opkiln.functional.rms_norm, x, (4096,)))
+    print(opkiln.explain(opkiln.functional.rms_norm, x, (4096,)))
     """
     return explain_call(capture(fn, *args, **kwargs))
 

@@ -76,7 +76,9 @@ def ranked(call: Call) -> list[tuple[Implementation, str]]:
 def _nothing_fits(call: Call, wanted: Sequence[str]) -> str:
     rows = consider(call, wanted or sorted(REGISTRY.of(call.spec.name)))
     reasons = "; ".join(f"{row.backend}: {row.reason}" for row in rows)
-    broken = "; ".join(f"plugin {p.name} {p.version} failed: {p.error}" for p in REGISTRY.failures())
+    broken = "; ".join(
+        f"plugin {p.name} {p.version} failed: {p.error}" for p in REGISTRY.failures()
+    )
     return f"{call.spec.name}: no backend takes this call ({'; '.join(filter(None, (reasons, broken)))})"
 
 
@@ -104,7 +106,9 @@ def missing_reason(spec: OpSpec, backend: str) -> str:
     for info in REGISTRY.plugins:
         if info.name.startswith(f"{dist}:"):
             failed = f"plugin {info.name} {info.version} failed: {info.error}"
-            return failed if info.error else f"{dist} is installed and has no kernel for {spec.name}"
+            return (
+                failed if info.error else f"{dist} is installed and has no kernel for {spec.name}"
+            )
     if not REGISTRY.allows(dist):
         return f"OPKILN_PLUGINS does not list {dist}"
     return f"not installed: pip install {dist}"

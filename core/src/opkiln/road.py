@@ -20,9 +20,9 @@ from opkiln import policy as policies
 from opkiln.dispatch import PLANS, Plan, plan, remember, tensor_key
 from opkiln.policy import Policy
 from opkiln.registry import REGISTRY
+from opkiln.schema import operator
 from opkiln.spec import OpSpec
 from opkiln.torch_backend import torch_formula
-from opkiln.torch_library import operator
 
 Tensors = Sequence[torch.Tensor | None]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -61,9 +61,7 @@ def under_transform() -> bool:
 
 def is_plain(t: torch.Tensor) -> bool:
     """Exactly a Tensor or Parameter, strided, with no lazy conjugation or negation."""
-    return (
-        type(t) in PLAIN and t.layout is torch.strided and not t.is_conj() and not t.is_neg()
-    )
+    return type(t) in PLAIN and t.layout is torch.strided and not t.is_conj() and not t.is_neg()
 
 
 def wants_gradient(tensors: Tensors) -> bool:

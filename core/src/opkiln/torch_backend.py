@@ -25,7 +25,10 @@ TRAITS = frozenset({"deterministic"})
 def opkiln_implementations() -> list[Implementation]:
     rows = []
     for spec in CATALOGUE.values():
-        for backend, choose, auto in (("torch", native_of, True), ("torch-ref", reference_of, False)):
+        for backend, choose, auto in (
+            ("torch", native_of, True),
+            ("torch-ref", reference_of, False),
+        ):
             rows.append(
                 Implementation(
                     op=spec.name,

@@ -255,7 +255,7 @@ def mean_pooling(
 
     cu_seqlens: [sequences + 1] int32 or int64, rising from 0 to T; then B = 1 and chunks restart at
     every sequence. num_chunks: how many chunks all sequences have; given, the call does not wait
-    for the GPU and can be captured (chunks past the last are zero); absent, it costs one device sync.
+    for the GPU and can be captured (chunks past the last are zero); absent, it costs one sync.
     Sums in float32; the last chunk of a sequence is divided by its own length. Gradient: input.
     """
     tensors = (input, cu_seqlens)

@@ -142,8 +142,8 @@ def rope_longrope(
     """rope_neox with every pair's frequency divided by its own factor.
 
     rescale_factors: rotary_dim / 2 positive numbers, a list or a 1-D tensor (read at every call:
-    one sync if it is on a GPU; torch.compile takes a list); None: ones. The caller chooses between a
-    model's short and long factors. cos and sin are multiplied by sqrt(1 + ln s / ln L),
+    one sync if it is on a GPU; torch.compile takes a list); None: ones. The caller chooses between
+    a model's short and long factors. cos and sin are multiplied by sqrt(1 + ln s / ln L),
     L = original_max_position_embeddings, s = max_position_embeddings / L, where s > 1.
     Source: Ding et al., "LongRoPE", 2024.
     """

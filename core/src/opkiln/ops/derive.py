@@ -52,12 +52,16 @@ def with_backward(
     by_name = {t.name: t for t in fwd.tensors}
     saved = [o for o in fwd.outputs if o.saved]
     dtypes = by_name[wrt[0]].dtypes or FLOAT
-    dims = {o.name: grad_dims for o in differentiable} if isinstance(grad_dims, str) else grad_dims
+    dims: Mapping[str, str] = (
+        dict.fromkeys((o.name for o in differentiable), grad_dims)
+        if isinstance(grad_dims, str)
+        else grad_dims
+    )
     grads = [TensorSpec(f"grad_{o.name}", dims[o.name], dtypes) for o in differentiable]
     read = [
         replace(by_name[n], dtypes=by_name[n].dtypes or dtypes)
         if n in by_name
-        else TensorSpec(n, grad_dims, dtypes)
+        else TensorSpec(n, dims[n], dtypes)
         for n in needs
     ]
     kept = [
@@ -89,6 +93,11 @@ def with_backward(
     return replace(fwd, backward=Backward(spec, wrt, needs, double)), spec
 
 
+AUTOGRAD_KEYS = (
+    torch._C.DispatchKey.AutogradCPU,
+    torch._C.DispatchKey.AutogradCUDA,
+    torch._C.DispatchKey.ADInplaceOrView,
+)
 SAVED_DTYPES = (
     torch.float32,
     torch.float64,
@@ -122,10 +131,10 @@ def vjp(fwd: OpSpec, wrt: tuple[str, ...], needs: tuple[str, ...]) -> Callable[.
     names = fwd.tensor_names
 
     def reference(*tensors: torch.Tensor | None, output_mask: list[bool], **params: Any) -> Any:
-        grads = tensors[:n_grads]
+        grads: tuple[Any, ...] = tensors[:n_grads]
         given = dict(zip(needs, tensors[n_grads : n_grads + len(needs)], strict=True))
         wanted = [n for n, w in zip(wrt, output_mask, strict=True) if w]
-        with torch.enable_grad():
+        with torch.enable_grad(), seen_by_autograd():
             inputs: dict[str, Any] = {n: _leaf(given.get(n), n in wanted) for n in names}
             for n in wrt:
                 if n not in needs:
@@ -134,14 +143,28 @@ def vjp(fwd: OpSpec, wrt: tuple[str, ...], needs: tuple[str, ...]) -> Callable[.
                     inputs[n] = zeros.requires_grad_(n in wanted)
             outs = fwd.reference(*inputs.values(), **params)
             outs = outs if isinstance(outs, tuple) else (outs,)
-            outs = [o for o, s in zip(outs, fwd.outputs, strict=False) if differentiable(s)]
+            pairs = zip(outs, fwd.outputs, strict=False)
+            outs = [o for o, s in pairs if differentiable(s) and o is not None]
             found = torch.autograd.grad(
-                outs, [inputs[n] for n in wanted], grads, allow_unused=True, materialize_grads=True
+                outs,
+                [inputs[n] for n in wanted],
+                grads[: len(outs)],  # outputs that this call does not have come last
+                allow_unused=True,
+                materialize_grads=True,
             )
         by_name = dict(zip(wanted, found, strict=True))
         return tuple(by_name.get(n) for n in wrt)
 
     return reference
+
+
+def seen_by_autograd() -> Any:
+    """Inside the block autograd records, also where a TorchDispatchMode has switched it off."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
 def differentiable(output: OutputSpec) -> bool:

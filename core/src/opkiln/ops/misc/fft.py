@@ -1,7 +1,8 @@
 """Discrete Fourier transform of complex numbers along one dim.
 
 out[k] = scale * sum_j input[j] exp(-2 pi i j k / n). The dim is cropped or zero-padded to n; scale
-is 1 ("backward"), 1 / sqrt(n) ("ortho") or 1 / n ("forward"). The gradient is the conjugate transform.
+is 1 ("backward"), 1 / sqrt(n) ("ortho") or 1 / n ("forward"). The gradient is
+the conjugate transform.
 """
 
 from __future__ import annotations

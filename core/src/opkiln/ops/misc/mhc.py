@@ -13,7 +13,6 @@ phi, b, h_post and all arithmetic in float32; all of it in float64 for a float64
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -81,39 +80,6 @@ def pre_reference(
 def mix(weights: Tensor, streams: Tensor) -> Tensor:
     """weights [B, m, n] @ streams [B, n, c]; n is tiny, so a sum of products, never in TF32."""
     return (weights.unsqueeze(-1) * streams.unsqueeze(1)).sum(2)
-
-
-def pre_backward_reference(
-    grad_x_res: Tensor,
-    grad_x_layer: Tensor,
-    grad_h_post: Tensor,
-    phi: Tensor,
-    x: Tensor,
-    b: Tensor,
-    output_mask: list[bool],
-    **params: Any,
-) -> tuple[Tensor | None, ...]:
-    """Torch's own derivative of the formula; grad_h_post is empty where no h_post was asked for."""
-    with torch.enable_grad():
-        leaves = [
-            t.detach().requires_grad_(m) for t, m in zip((x, phi, b), output_mask, strict=True)
-        ]
-        outs = pre_reference(leaves[1], leaves[0], leaves[2], **params)
-        pairs = [
-            (out, grad)
-            for out, grad in zip(outs, (grad_x_res, grad_x_layer, grad_h_post), strict=True)
-            if out is not None
-        ]
-        found = iter(
-            torch.autograd.grad(
-                [out for out, _ in pairs],
-                [leaf for leaf, m in zip(leaves, output_mask, strict=True) if m],
-                [grad for _, grad in pairs],
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
-    return tuple(next(found) if m else None for m in output_mask)
 
 
 def pre_check(call: Call) -> None:
@@ -186,7 +152,6 @@ PRE, PRE_BACKWARD = with_backward(
     ),
     wrt=("x", "phi", "b"),
     needs=("phi", "x", "b"),
-    reference=pre_backward_reference,
     grad_dims={"x_res": "B NC", "x_layer": "B C", "h_post": "*h_post_dims"},
     flops=lambda call: 3 * pre_flops(call),
 )

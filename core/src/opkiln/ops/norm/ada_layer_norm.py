@@ -15,6 +15,7 @@ import torch
 from opkiln.errors import ArgumentError
 from opkiln.ops.common import statistics, wide
 from opkiln.ops.derive import with_backward
+from opkiln.ops.norm.formulas import input_gradient, masked
 from opkiln.spec import (
     FLOAT,
     Call,
@@ -60,6 +61,48 @@ def native_train(
     return out, *(t.squeeze(-1) for t in saved)
 
 
+def backward_reference(*tensors: torch.Tensor, **params: Any) -> tuple[torch.Tensor | None, ...]:
+    """Without a gate: shift enters linearly and comes as its shape."""
+    grad_out, input, scale, mean, rstd = tensors
+    shape, mask = params["shift_shape"], params["output_mask"]
+    to_input, h = pull_back(wide(grad_out), input, scale, mean, rstd, params["scale_offset"])
+    g = wide(grad_out)
+    grads = (to_input, (g * h).sum_to_size(scale.shape), g.sum_to_size(shape))
+    return masked([t.to(input.dtype) for t in grads], mask)
+
+
+def zero_backward_reference(
+    *tensors: torch.Tensor, **params: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The gate's gradient is that of the output times what was gated; the rest sees grad * gate."""
+    grad_out, input, scale, shift, gate, mean, rstd = tensors
+    offset = params["scale_offset"]
+    g = wide(grad_out) * wide(gate)
+    to_input, h = pull_back(g, input, scale, mean, rstd, offset)
+    gated = modulate(h, (scale, shift), offset)
+    grads = (
+        to_input,
+        (g * h).sum_to_size(scale.shape),
+        g.sum_to_size(shift.shape),
+        (wide(grad_out) * gated).sum_to_size(gate.shape),
+    )
+    return masked([t.to(input.dtype) for t in grads], params["output_mask"])
+
+
+def pull_back(
+    g: torch.Tensor,
+    input: torch.Tensor,
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    scale_offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of the input from that of the modulated norm, and h = LN(input)."""
+    r = rstd.unsqueeze(-1)
+    h = (wide(input) - mean.unsqueeze(-1)) * r
+    return input_gradient(g * (scale_offset + wide(scale)), h, r, [-1]), h
+
+
 def row_statistic(call: Call) -> TensorMeta:
     x = call.tensors.input
     return call.new(x.shape[:-1], wide_dtype(x.dtype))
@@ -84,7 +127,7 @@ def check(call: Call) -> None:
 
 def ada_specs(op: str, name: str, names: tuple[str, ...], flops: int) -> tuple[OpSpec, OpSpec]:
     """Forward and backward of the norm modulated by `names`."""
-    linear = () if "gate" in names else ("shift",)
+    gated = "gate" in names
     return with_backward(
         OpSpec(
             op=op,
@@ -113,9 +156,11 @@ def ada_specs(op: str, name: str, names: tuple[str, ...], flops: int) -> tuple[O
             doc=f"Layer norm over the last dim, modulated by {', '.join(names)}.",
         ),
         wrt=("input", *names),
-        needs=("input", *(n for n in names if n not in linear)),
+        needs=("input", *(n for n in names if gated or n != "shift")),
+        reference=zero_backward_reference if gated else backward_reference,
         grad_dims="*B N",
         saved_dims={"mean": "*B", "rstd": "*B"},
+        drop_params=("eps",),
     )
 
 

@@ -73,12 +73,16 @@ def pool_with_offset(
     ceil_mode: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values, flat indices and window offsets."""
-    n = len(kernel_size)
-    out, indices = TORCH[n](
-        input, kernel_size, stride, padding, dilation, ceil_mode, return_indices=True
-    )
     window = (kernel_size, stride, padding, dilation)
-    return out, indices, window_offset(indices, input.shape[-n:], *window)
+    out, indices = torch_pool(input, *window, ceil_mode, return_indices=True)
+    return out, indices, window_offset(indices, input.shape[-len(kernel_size) :], *window)
+
+
+def torch_pool(input: torch.Tensor, kernel_size: Sequence[int], *options: Any, **more: Any) -> Any:
+    n = len(kernel_size)
+    if n == 3 and input.ndim == 4:  # torch 2.13 takes no [C, D, H, W] that looks channels_last
+        input = input.contiguous()
+    return TORCH[n](input, kernel_size, *options, **more)
 
 
 def reference(input: torch.Tensor, **window: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,11 +96,11 @@ def reference_indices(input: torch.Tensor, **window: Any) -> tuple[torch.Tensor,
 
 
 def native(input: torch.Tensor, **window: Any) -> torch.Tensor:
-    return TORCH[len(window["kernel_size"])](input, **window)
+    return torch_pool(input, **window)
 
 
 def native_indices(input: torch.Tensor, **window: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return TORCH[len(window["kernel_size"])](input, **window, return_indices=True)
+    return torch_pool(input, **window, return_indices=True)
 
 
 def native_train(input: torch.Tensor, **window: Any) -> tuple[torch.Tensor, torch.Tensor]:

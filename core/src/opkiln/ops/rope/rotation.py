@@ -161,7 +161,7 @@ def flops(call: Call) -> int:
 def rope_specs(
     op: str, name: str, rule: rules.Rule, numbers: dict[str, str], interleaved: bool = False
 ) -> tuple[OpSpec, ...]:
-    """A rotation's spec, its backward and its in-place form; numbers: the rule's, and their kinds."""
+    """A rotation's spec, its backward and its in-place form. numbers: the rule's own, by kind."""
     compute, look_up = formulas(rule, interleaved)
 
     def gradient(formula: Callable[..., Any]) -> Callable[..., Any]:

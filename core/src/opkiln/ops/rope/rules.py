@@ -33,7 +33,8 @@ def llama31(
     """Three bands by how often a pair turns within the original context.
 
     More than high_freq_factor turns: unchanged; fewer than low_freq_factor: divided by
-    scale_factor; between: a straight blend of both. Grattafiori et al., "The Llama 3 Herd of Models", 2024.
+    scale_factor; between: a straight blend of both.
+    Grattafiori et al., "The Llama 3 Herd of Models", 2024.
     """
     freq, _ = plain(rotary_dim, device, base)
     turns = original_max_position * freq / (2 * math.pi)
