@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import opkiln.functional as F
+import torch
 from opkiln import road
 
 
@@ -63,11 +62,15 @@ def norm_samples() -> dict[str, Sample]:
     def affine(d: torch.dtype, n: int) -> tuple[Any, ...]:
         return rand(d, n, seed=2), rand(d, n, seed=3)
 
-    x = lambda d: rand(d, 4, 6, 5, 3)  # noqa: E731
-    fused = lambda d: (rand(d, 4, 12), rand(d, 4, 12, seed=5), (12,), rand(d, 12, seed=6))  # noqa: E731
-    ada = lambda d, n: tuple(
-        rand(d, 2, 5, 12) if i == 0 else rand(d, 2, 1, 12, seed=i) for i in range(n)
-    )  # noqa: E731, E501
+    def x(d: torch.dtype) -> torch.Tensor:
+        return rand(d, 4, 6, 5, 3)
+
+    def fused(d: torch.dtype) -> tuple[Any, ...]:
+        return rand(d, 4, 12), rand(d, 4, 12, seed=5), (12,), rand(d, 12, seed=6)
+
+    def ada(d: torch.dtype, n: int) -> tuple[Any, ...]:
+        return rand(d, 2, 5, 12), *[rand(d, 2, 1, 12, seed=i) for i in range(1, n)]
+
     return {
         "layer_norm": Sample("layer_norm", lambda d: ((*rows(d), rand(d, 12, seed=4)), {})),
         "rms_norm": Sample("rms_norm", lambda d: (rows(d), {"eps": 1e-6})),
@@ -146,7 +149,9 @@ def pool_samples() -> dict[str, Sample]:
 
 
 def rope_samples() -> dict[str, Sample]:
-    x = lambda d: rand(d, 2, 5, 3, 8)  # noqa: E731
+    def x(d: torch.dtype) -> torch.Tensor:
+        return rand(d, 2, 5, 3, 8)
+
     found = {
         name: Sample(name, lambda d: ((x(d),), {"rotary_dim": 6, "offset": 2}))
         for name in ("rope_neox", "rope_non_neox", "rope_llama31", "rope_yarn")

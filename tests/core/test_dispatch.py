@@ -87,7 +87,8 @@ def test_a_preference_for_one_op_leaves_the_others_alone(x):
 
 def test_largest_priority_wins(x):
     with REGISTRY.temporarily(plugin(priority=500), "a:a"):
-        with REGISTRY.temporarily(plugin(backend="better", priority=600, loader=marked(9.0)), "b:b"):
+        better = plugin(backend="better", priority=600, loader=marked(9.0))
+        with REGISTRY.temporarily(better, "b:b"):
             assert F.rms_norm(x, (8,)).eq(9).all()
             explanation = opkiln.explain(F.rms_norm, x, (8,))
             assert explanation.chosen == "better"

@@ -79,7 +79,8 @@ def _nothing_fits(call: Call, wanted: Sequence[str]) -> str:
     broken = "; ".join(
         f"plugin {p.name} {p.version} failed: {p.error}" for p in REGISTRY.failures()
     )
-    return f"{call.spec.name}: no backend takes this call ({'; '.join(filter(None, (reasons, broken)))})"
+    why = "; ".join(filter(None, (reasons, broken)))
+    return f"{call.spec.name}: no backend takes this call ({why})"
 
 
 def consider(call: Call, backends: Sequence[str]) -> list[Candidate]:
@@ -182,15 +183,14 @@ def _guard(call: Call, launch: Launch) -> Launch:
     metas = tuple(vars(call.tensors).values())
     pairs = list(combinations(written, 2))
 
-    def mutating(*tensors: torch.Tensor | None) -> Any:
+    def mutating(*tensors: Any) -> Any:
         for i, j in pairs:
             if share_memory(tensors[i], tensors[j], metas[i], metas[j]):
                 a, b = spec.tensor_names[i], spec.tensor_names[j]
                 raise ArgumentError(f"{spec.name}: {a} and {b} are written and share memory")
         out = launch(*tensors)
         for i in written:
-            if tensors[i] is not None:
-                torch.autograd.graph.increment_version(tensors[i])
+            torch.autograd.graph.increment_version(tensors[i])
         return out
 
     return mutating

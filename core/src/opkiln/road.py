@@ -2,8 +2,8 @@
 
 The direct road looks up a plan and launches it: no torch dispatcher. It is taken only where nothing
 but the plain result is asked for; everything else goes through the operator, which torch.compile,
-autograd, autocast, fake tensors and subclasses understand. Under function transforms and forward-mode
-AD the differentiable torch formula serves.
+autograd, autocast, fake tensors and subclasses understand. Under function transforms and
+forward-mode AD the differentiable torch formula serves.
 """
 
 from __future__ import annotations

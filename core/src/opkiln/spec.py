@@ -144,8 +144,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class DataSize:
-    """A size that only the data knows: `param` = compute(*tensors, **params) where `tensor` is given
-    and `param` is None. Costs one sync on a GPU.
+    """A size that only the data knows; reading it costs one sync on a GPU.
+
+    `param` = compute(*tensors, **params) where `tensor` is given and `param` is None.
     """
 
     param: str

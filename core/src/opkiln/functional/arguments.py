@@ -21,7 +21,7 @@ def integer(op: str, name: str, value: Any) -> int:
     """One int (or SymInt). TypeError for anything else, bools included."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {value!r}")
-    return value
+    return value  # type: ignore[return-value]  # a SymInt counts as an int
 
 
 def ints(op: str, name: str, value: Any, n: int) -> tuple[int, ...]:
