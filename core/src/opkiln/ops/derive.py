@@ -36,6 +36,7 @@ def with_backward(
     grad_meta: Mapping[str, MetaRule] | None = None,
     drop_params: tuple[str, ...] = (),
     flops: Callable[[Call], int] | None = None,
+    reduction: Callable[[Call], int] | None = None,
     double: str = "forward",
 ) -> tuple[OpSpec, OpSpec]:
     """`fwd` with its gradient attached, and the spec of that gradient.
@@ -46,6 +47,7 @@ def with_backward(
     native: torch's fast call, same signature. grad_dims: dims of the incoming gradients, by output
         name where they differ.
     grad_meta: shape and dtype of a gradient that is not simply that of its tensor.
+    reduction: terms of a gradient's element; None: as many as of the forward's.
     double: see `Backward`.
     """
     differentiable = [o for o in fwd.returns if o.differentiable]
@@ -86,7 +88,7 @@ def with_backward(
         reference=reference or vjp(fwd, wrt, needs),
         native=native,
         doc=f"Gradient of {fwd.name} with respect to {', '.join(wrt)}.",
-        reduction=fwd.reduction,
+        reduction=reduction or fwd.reduction,
         flops=flops or (lambda call: 2 * next(iter(vars(call.tensors).values())).numel),
         forward_op=fwd.name,
     )
@@ -126,12 +128,15 @@ def _grad_rule(
 
 
 def vjp(fwd: OpSpec, wrt: tuple[str, ...], needs: tuple[str, ...]) -> Callable[..., Any]:
-    """Reference of a backward: the vector-Jacobian product of the forward's reference."""
+    """Reference of a backward: the vector-Jacobian product of the forward's reference.
+
+    On widened tensors, so that a gradient which is a sum of several is rounded once.
+    """
     n_grads = sum(o.differentiable for o in fwd.returns)
     names = fwd.tensor_names
 
     def reference(*tensors: torch.Tensor | None, output_mask: list[bool], **params: Any) -> Any:
-        grads: tuple[Any, ...] = tensors[:n_grads]
+        grads = [widened(t) for t in tensors[:n_grads]]
         given = dict(zip(needs, tensors[n_grads : n_grads + len(needs)], strict=True))
         wanted = [n for n, w in zip(wrt, output_mask, strict=True) if w]
         with torch.enable_grad(), seen_by_autograd():
@@ -152,10 +157,18 @@ def vjp(fwd: OpSpec, wrt: tuple[str, ...], needs: tuple[str, ...]) -> Callable[.
                 allow_unused=True,
                 materialize_grads=True,
             )
-        by_name = dict(zip(wanted, found, strict=True))
+        dtypes = {n: t.dtype for n, t in given.items() if t is not None}
+        first = tensors[0].dtype if tensors[0] is not None else None
+        by_name = {n: g.to(dtypes.get(n, first)) for n, g in zip(wanted, found, strict=True)}
         return tuple(by_name.get(n) for n in wrt)
 
     return reference
+
+
+def widened(t: Any) -> Any:
+    """Half precision as float32; everything else as it is."""
+    halves = (torch.float16, torch.bfloat16)
+    return t.float() if t is not None and t.dtype in halves else t
 
 
 def seen_by_autograd() -> Any:
@@ -172,7 +185,7 @@ def differentiable(output: OutputSpec) -> bool:
 
 
 def _leaf(t: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
-    return None if t is None else t.detach().requires_grad_(wanted)
+    return None if t is None else widened(t.detach()).requires_grad_(wanted)
 
 
 def inplace_of(spec: OpSpec, writes: Mapping[str, str]) -> OpSpec:

@@ -1,10 +1,15 @@
-"""Row norms: LayerNorm and RMSNorm over rows of N elements.
+"""Row norms over rows of N elements, one kernel.
 
-layer_norm: y[m, n] = (x[m, n] - mean[m]) * rstd[m] * w[n] + b[n]   rstd = 1/sqrt(var_n(x) + eps)
-rms_norm:   y[m, n] = x[m, n] * rstd[m] * w[n]                      rstd = 1/sqrt(mean_n(x^2) + eps)
+layer_norm:          y[m, n] = (x[m, n] - mean[m]) * rstd[m] * w[n] + b[n]
+rms_norm:            y[m, n] = x[m, n] * rstd[m] * w[n]
+fused_add_*:         the same of s = x + r in f32; s is an output too
+ada_layer_norm:      y[m, n] = (x[m, n] - mean[m]) * rstd[m] * (w[m, n] + offset) + b[m, n]
+ada_layer_norm_zero: the same, times g[m, n]
 
-x [M, N] f16, bf16 or f32 with any strides; y [M, N] contiguous, x's dtype; w, b [N] of any of these
-dtypes, or absent; mean, rstd [M] f32, or absent. Statistics and affine are f32.
+rstd = 1/sqrt(var_n(x) + eps), for rms_norm 1/sqrt(mean_n(x^2) + eps).
+x, r, and ada's w, b, g [M, N] f16, bf16 or f32 with any strides (0 where they broadcast); y, s
+[M, N] contiguous, x's dtype, or in place over x and r; w, b [N] of any of these dtypes, or absent;
+mean, rstd [M] f32, or absent. Statistics and affine are f32.
 
 A program keeps the last CHUNKS blocks of BLOCK_N columns of BLOCK_M rows in registers, so that x is
 read once. Longer rows have a head before these blocks (HEAD), which is read twice.
@@ -18,134 +23,45 @@ import triton
 import triton.language as tl
 
 from opkiln_norm.row_plan import multiprocessors, plan_for
-
-
-@triton.jit
-def row_offsets(rows, inner_sizes, strides):
-    """Offset of each row over the leading dims, outermost first, whose size is not needed."""
-    offsets = rows.to(tl.int64) * 0
-    for d in tl.static_range(len(inner_sizes), 0, -1):
-        offsets += (rows % inner_sizes[d - 1]).to(tl.int64) * strides[d]
-        rows = rows // inner_sizes[d - 1]
-    return offsets + rows.to(tl.int64) * strides[0]
-
-
-@triton.jit
-def tile_mask(mask_m, cols, N, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Mask [BLOCK_M, BLOCK_N] of the elements that exist; None where all of them do."""
-    if not EVEN:
-        mask = mask_m & (cols < N)
-    elif BLOCK_M > 1:
-        mask = tl.broadcast_to(mask_m, [BLOCK_M, BLOCK_N])
-    else:
-        mask = None
-    return mask
-
-
-@triton.jit
-def load_columns(ptrs, cols, stride_n, mask, EVICT: tl.constexpr):
-    """A tile in its own dtype, 0 outside the mask. `stride_n` None: dense, for 16-byte loads."""
-    if stride_n is not None:
-        cols = cols.to(tl.int64) * stride_n
-    if mask is None:
-        tile = tl.load(ptrs + cols, eviction_policy=EVICT)
-    else:
-        tile = tl.load(ptrs + cols, mask=mask, other=0.0, eviction_policy=EVICT)
-    return tile
-
-
-@triton.jit
-def load_affine(ptr, stride_n, start, N, EVEN: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """CHUNKS tiles [BLOCK_M, BLOCK_N] of a weight or bias; () where it is absent.
-
-    Every row loads its own copy (from L1): in x's layout, without a pass through shared memory.
-    """
-    tiles = ()
-    if ptr is not None:
-        for c in tl.static_range(CHUNKS):
-            cols = start + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            cols = tl.broadcast_to(cols, [BLOCK_M, BLOCK_N])
-            mask = None if EVEN else cols < N
-            tiles = tiles + (load_columns(ptr, cols, stride_n, mask, ""),)
-    return tiles
-
-
-@triton.jit
-def read_again(x, statistic, PACKED: tl.constexpr):
-    """x in f32. PACKED hides from the compiler that it has converted these 16-bit values before, so
-    that it keeps no f32 copy across the reduction (LayerNorm 16384, 8 warps: 82 registers, not
-    127). A bit is flipped only in a row whose statistic, hence result, is NaN.
-    """
-    if PACKED:
-        flip = tl.where(statistic == statistic, 0, 1).to(tl.int16)
-        x = (x.to(tl.int16, bitcast=True) ^ flip).to(x.dtype, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def head_moments(x_row, stride_xn, blocks, CENTER: tl.constexpr, BLOCK_N: tl.constexpr,
-                 STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
-    """Over the row's first `blocks`, for each column of a block: Welford mean and centred second
-    moment. Without CENTER the mean stays 0 and the moment is the plain sum of squares.
-    """
-    mean = tl.full([1, BLOCK_N], 0.0, tl.float32)
-    moment = tl.full([1, BLOCK_N], 0.0, tl.float32)
-    for i in tl.range(0, blocks, num_stages=STAGES):
-        cols = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        x = load_columns(x_row, cols, stride_xn, None, EVICT).to(tl.float32)
-        if CENTER:
-            delta = x - mean
-            mean += delta * (1.0 / (i + 1))
-            moment += delta * (x - mean)
-        else:
-            moment += x * x
-    return mean, moment
-
-
-@triton.jit
-def write_tile(x, mean, rstd, w, b, y_ptrs, mask, STORE_CACHE: tl.constexpr):
-    """Centre, scale, apply `w` and `b` (tiles or None) and store one f32 tile."""
-    y = (x - mean) * rstd
-    if w is not None:
-        y = y * w.to(tl.float32)
-    if b is not None:
-        y = y + b.to(tl.float32)
-    tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask, cache_modifier=STORE_CACHE)
-
-
-@triton.jit
-def write_head(
-    x_row, y_row, w_ptr, b_ptr, stride_xn, stride_wn, stride_bn, blocks, mean, rstd,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
-):  # fmt: skip
-    """The row's first `blocks`, last first: what was read last is the likeliest still in L2."""
-    for i in tl.range(0, blocks, num_stages=STAGES):
-        cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        x = load_columns(x_row, cols, stride_xn, None, EVICT).to(tl.float32)
-        w = None
-        b = None
-        if w_ptr is not None:
-            w = load_columns(w_ptr, cols, stride_wn, None, "")
-        if b_ptr is not None:
-            b = load_columns(b_ptr, cols, stride_bn, None, "")
-        write_tile(x, mean, rstd, w, b, y_row + cols, None, STORE_CACHE)
+from opkiln_norm.row_tiles import (
+    head_moments,
+    load_affine,
+    load_sum,
+    modulate,
+    read_again,
+    row_pointers,
+    store_columns,
+    tile_mask,
+    write_head,
+)
 
 
 @triton.jit
 def normalize_tile(
-    tile, x_ptr, y_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, w, b,
-    inner_sizes, x_strides, stride_xn, stride_wn, stride_bn, M, N, eps,
+    tile, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
+    inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides, steps, M, N, eps, offset,
     CENTER: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, PRELOAD: tl.constexpr,
     PACKED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * BLOCK_M and following. `w`, `b`: the affine tiles if PRELOAD, else ()."""
+    """Rows tile * BLOCK_M and following. `w`, `b`: tiles of an affine that was loaded before.
+
+    steps: column strides of x, r, w, b, g, y, s.
+    """
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     mask_m = rows < M
-    x_rows = x_ptr + row_offsets(rows, inner_sizes, x_strides) * ALIGN
-    y_rows = y_ptr + rows.to(tl.int64) * N
+    x_rows = row_pointers(x_ptr, rows, inner_sizes, x_strides, steps[0], ALIGN)
+    r_rows = row_pointers(r_ptr, rows, inner_sizes, r_strides, steps[1], ALIGN)
+    w_rows = row_pointers(w_ptr, rows, inner_sizes, w_strides, steps[2], ALIGN)
+    b_rows = row_pointers(b_ptr, rows, inner_sizes, b_strides, steps[3], ALIGN)
+    g_rows = row_pointers(g_ptr, rows, inner_sizes, g_strides, steps[4], ALIGN)
+    y_rows = x_rows
+    s_rows = r_rows
+    if y_ptr is not None:
+        y_rows = y_ptr + rows.to(tl.int64) * N
+    if s_ptr is not None:
+        s_rows = s_ptr + rows.to(tl.int64) * N
     cols = tl.arange(0, BLOCK_N)[None, :]
     start = 0
     if HEAD:
@@ -156,16 +72,27 @@ def normalize_tile(
     for c in tl.static_range(CHUNKS):
         cols_c = start + c * BLOCK_N + cols
         mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
-        x = x + (load_columns(x_rows, cols_c, stride_xn, mask, EVICT),)
+        x = x + (load_sum(x_rows, r_rows, cols_c, steps[0], steps[1], mask, EVICT),)
+    mask_w = None if w_strides is None else mask_m
+    g = ()
+    if PRELOAD and mask_w is not None:
+        w = load_affine(w_rows, steps[2], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        b = load_affine(b_rows, steps[3], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        g = load_affine(g_rows, steps[4], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+    if r_ptr is not None:
+        for c in tl.static_range(CHUNKS):
+            cols_c = start + c * BLOCK_N + cols
+            mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
+            store_columns(s_rows, cols_c, steps[6], x[c], mask, STORE_CACHE)
 
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     moment = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     mean = tl.full([BLOCK_M, 1], 0.0, tl.float32)
     if HEAD:
         # What is read again should outlive in L2 what is not.
-        KEEP: tl.constexpr = "evict_last" if EVICT == "evict_first" else ""
+        KEEP: tl.constexpr = "evict_last" if EVICT != "" else ""
         head_mean, moment = head_moments(
-            x_rows, stride_xn, head_blocks, CENTER, BLOCK_N, STAGES, KEEP
+            x_rows, r_rows, steps[0], steps[1], head_blocks, CENTER, BLOCK_N, STAGES, KEEP
         )
         total = head_mean * head_blocks
     if CENTER:
@@ -186,27 +113,29 @@ def normalize_tile(
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=mask_m)
     if not PRELOAD:
-        w = load_affine(w_ptr, stride_wn, start, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_ptr, stride_bn, start, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        w = load_affine(w_rows, steps[2], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        b = load_affine(b_rows, steps[3], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        g = load_affine(g_rows, steps[4], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
     for c in tl.static_range(CHUNKS):
         wc = w[c] if w_ptr is not None else None
         bc = b[c] if b_ptr is not None else None
+        gc = g[c] if g_ptr is not None else None
         cols_c = start + c * BLOCK_N + cols
         mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
-        xc = read_again(x[c], rstd, PACKED)
-        write_tile(xc, mean, rstd, wc, bc, y_rows + cols_c, mask, STORE_CACHE)
+        y = modulate(read_again(x[c], rstd, PACKED), mean, rstd, wc, bc, gc, offset)
+        store_columns(y_rows, cols_c, steps[5], y, mask, STORE_CACHE)
     if HEAD:
+        ptrs = (x_rows, r_rows, w_rows, b_rows, g_rows, y_rows, s_rows)
         write_head(
-            x_rows, y_rows, w_ptr, b_ptr, stride_xn, stride_wn, stride_bn, head_blocks, mean, rstd,
-            BLOCK_N, STAGES, EVICT, STORE_CACHE,
-        )  # fmt: skip
+            ptrs, steps, head_blocks, mean, rstd, offset, BLOCK_N, STAGES, EVICT, STORE_CACHE
+        )
 
 
 @triton.jit(do_not_specialize=["M", "n_units"])
 def row_norm_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # tensors, None where absent
-    inner_sizes, x_strides, stride_xn, stride_wn, stride_bn,  # x_strides in units of ALIGN
-    M, n_units, eps,
+    x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,  # None where absent
+    inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,  # strides in ALIGN units
+    stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, n_units, eps, offset,
     CENTER: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, PERSISTENT: tl.constexpr,
     PRELOAD: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
@@ -214,58 +143,67 @@ def row_norm_kernel(
 ):  # fmt: skip
     """Grid: cdiv(M, BLOCK_M) programs, or fewer if PERSISTENT. N = n_units * ALIGN.
 
-    EVEN: the blocks cover N exactly. PRELOAD: the affine is loaded before x instead of after the
-    reduction, so that their latencies overlap; not with HEAD.
+    EVEN: the blocks cover N exactly. PRELOAD: the affine is loaded before the reduction instead of
+    after it (an [N] one before x), so that their latencies overlap; an [N] one not with HEAD.
+    y_ptr, s_ptr None: in place.
     """
     N = n_units * ALIGN
     if EVEN and not HEAD:
         N = CHUNKS * BLOCK_N
+    stride_yn = stride_xn if y_ptr is None else None
+    stride_sn = stride_rn if s_ptr is None else None
+    steps = (stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, stride_yn, stride_sn)
     w = ()
     b = ()
-    if PRELOAD:
-        w = load_affine(w_ptr, stride_wn, 0, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_ptr, stride_bn, 0, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+    if PRELOAD and w_strides is None:
+        w = load_affine(w_ptr, stride_wn, 0, None, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        b = load_affine(b_ptr, stride_bn, 0, None, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
     first = tl.program_id(0)
     if PERSISTENT:
         for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
             normalize_tile(
-                tile, x_ptr, y_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, w, b,
-                inner_sizes, x_strides, stride_xn, stride_wn, stride_bn, M, N, eps,
-                CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
+                tile, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
+                inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides, steps,
+                M, N, eps, offset, CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
                 BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
             )  # fmt: skip
     else:
         normalize_tile(
-            first, x_ptr, y_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, w, b,
-            inner_sizes, x_strides, stride_xn, stride_wn, stride_bn, M, N, eps,
-            CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
+            first, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
+            inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides, steps,
+            M, N, eps, offset, CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
             BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
         )  # fmt: skip
 
 
+OPERANDS = (("input",), ("residual",), ("weight", "scale"), ("bias", "shift"), ("gate",))
+RESULTS = ("out", "residual_out", "mean", "rstd")
+
+
 def prepare(call: Any) -> Callable[..., Any]:
-    """Plan an rms_norm or layer_norm call once; the result allocates and launches."""
+    """Plan a row norm call once; the result allocates and launches."""
     plan = plan_for(call)
-    center = call.spec.name == "layer_norm"
-    device = call.device
+    spec, device = call.spec, call.device
+    names = spec.tensor_names
+    written = [o.name for o, present in zip(spec.outputs, call.present, strict=True) if present]
+    # Positions in the tensors and outputs; -1: absent, a None appended to them.
+    takes = [next((names.index(n) for n in group if n in names), -1) for group in OPERANDS]
+    gives = [written.index(n) if n in written else -1 for n in RESULTS]
     metas = [(m.shape, m.stride, m.dtype) for m in call.outputs]
     grid = (plan.grid(multiprocessors(device)), 1, 1)
-    fixed = (
-        plan.inner_sizes, plan.x_strides, plan.stride_xn, plan.stride_wn, plan.stride_bn,
-        plan.rows, plan.n // plan.align, call.params.eps, *plan.constexprs(center).values(),
-    )  # fmt: skip
+    fixed = (*plan.arguments(call.params), *plan.constexprs(call).values())
     options = {"num_warps": plan.tiling.num_warps}
     compiled: Callable[..., Any] | None = None
 
-    def launch(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None = None) -> Any:
+    def launch(*tensors: torch.Tensor | None) -> Any:
         nonlocal compiled
         outputs = [torch.empty_strided(s, t, dtype=d, device=device) for s, t, d in metas]
-        mean = outputs[1] if center and len(outputs) > 1 else None
-        rstd = outputs[-1] if len(outputs) > 1 else None
+        given, made = (*tensors, None), (*outputs, None)
+        arguments = (*[given[i] for i in takes], *[made[i] for i in gives], *fixed)
         if compiled is not None:
-            compiled(x, w, b, outputs[0], mean, rstd, *fixed)
+            compiled(*arguments)
         else:
-            kernel = row_norm_kernel[grid](x, w, b, outputs[0], mean, rstd, *fixed, **options)
+            kernel = row_norm_kernel[grid](*arguments, **options)
             # What Triton looks at to choose a binary (dtypes, alignment, sizes) is fixed by the
             # plan, so later launches go straight to this one. The interpreter has none.
             compiled = kernel[grid] if kernel is not None else None

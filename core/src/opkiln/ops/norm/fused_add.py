@@ -1,8 +1,9 @@
 """Residual addition and row norm in one op: residual_out = input + residual, out = norm(sum).
 
 The norm reads the sum before it is rounded to the input's dtype. The backward reads `residual_out`,
-which the next layer keeps anyway, so the op itself keeps one float32 number or two a row; its
-gradient is that of the norm at the rounded sum.
+which the next layer keeps anyway, and takes the row's statistics from it again: the op saves nothing
+of its own, and its gradient is exactly that of the norm at the rounded sum, which statistics of the
+unrounded one would not fit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from opkiln.ops.common import wide, wide_like
 from opkiln.ops.derive import inplace_of, with_backward
 from opkiln.ops.norm import layer_norm, rms_norm
-from opkiln.ops.norm.formulas import row_parameter
+from opkiln.ops.norm.formulas import parameter_dtype, row_parameter
 from opkiln.spec import OpSpec, OutputSpec, TensorSpec, like
 
 
@@ -24,8 +25,8 @@ def fused_add_specs(op: str, norm: OpSpec, norm_backward: OpSpec) -> tuple[OpSpe
     def after_add(fn: Any, input: Any, residual: Any, *affine: Any, **params: Any) -> Any:
         total = wide(input) + wide(residual)
         outs = fn(total, *[wide_like(t, total) for t in affine], **params)
-        out, *saved = outs if isinstance(outs, tuple) else (outs,)
-        return out.to(input.dtype), total.to(input.dtype), *saved
+        out = outs[0] if isinstance(outs, tuple) else outs
+        return out.to(input.dtype), total.to(input.dtype)
 
     def reference(*tensors: Any, **params: Any) -> Any:
         return after_add(norm.reference, *tensors, **params)
@@ -33,26 +34,23 @@ def fused_add_specs(op: str, norm: OpSpec, norm_backward: OpSpec) -> tuple[OpSpe
     def native(*tensors: Any, **params: Any) -> Any:
         return after_add(norm.native, *tensors, **params)
 
-    def native_train(*tensors: Any, **params: Any) -> Any:
-        return after_add(norm.native_train, *tensors, **params)
+    def backward_by(forward: Any, backward: Any) -> Any:
+        """The backward whose statistics come from `forward` and whose gradients from `backward`."""
 
-    def backward_reference(
-        grad_out: torch.Tensor,
-        grad_residual_out: torch.Tensor,
-        residual_out: torch.Tensor,
-        weight: torch.Tensor | None,
-        *saved: torch.Tensor,
-        eps: float,
-        **params: Any,
-    ) -> Any:
-        no_affine = [None] * (len(norm.tensors) - 1)
-        shape = params["normalized_shape"]
-        _, *saved = norm.reference(residual_out, *no_affine, shape, eps)  # differentiable again
-        return gradients(norm_backward.reference, grad_out, grad_residual_out, residual_out, weight,
-                         *saved, **params)  # fmt: skip
+        def fn(
+            grad_out: torch.Tensor,
+            grad_residual_out: torch.Tensor,
+            residual_out: torch.Tensor,
+            weight: torch.Tensor | None,
+            eps: float,
+            **params: Any,
+        ) -> Any:
+            x = wide(residual_out)
+            no_affine = [None] * (len(norm.tensors) - 1)
+            _, *saved = forward(x, *no_affine, params["normalized_shape"], eps)
+            return gradients(backward, grad_out, grad_residual_out, x, weight, *saved, **params)
 
-    def backward_native(*tensors: Any, eps: float, **params: Any) -> Any:
-        return gradients(norm_backward.native, *tensors, **params)
+        return fn
 
     names = tuple(t.name for t in norm.tensors[1:])
     parameter = row_parameter("residual_out")
@@ -70,11 +68,9 @@ def fused_add_specs(op: str, norm: OpSpec, norm_backward: OpSpec) -> tuple[OpSpe
             outputs=(
                 norm.outputs[0],
                 OutputSpec("residual_out", like("input"), doc="input + residual"),
-                *norm.outputs[1:],
             ),
             reference=reference,
             native=native,
-            native_train=native_train,
             flops=lambda call: norm.flops(call) + call.tensors.input.numel,
             reduction=norm.reduction,
             autocast=norm.autocast,
@@ -82,10 +78,9 @@ def fused_add_specs(op: str, norm: OpSpec, norm_backward: OpSpec) -> tuple[OpSpe
         ),
         wrt=("input", "residual", *names),
         needs=("residual_out", "weight"),
-        reference=backward_reference,
-        native=backward_native,
+        reference=backward_by(norm.reference, norm_backward.reference),
+        native=backward_by(norm.native_train, norm_backward.native),
         grad_dims=norm.tensors[0].dims,
-        saved_dims={o.name: "*B" for o in norm.outputs[1:]},
         grad_meta={
             "input": like("residual_out"),
             "residual": like("residual_out"),
@@ -107,10 +102,13 @@ def gradients(
     """The norm's gradients by `fn`; input and residual get the same, in memory of their own."""
     to_input, to_residual, *to_params = output_mask
     mask = [to_input or to_residual, *to_params]
-    grad, *rest = fn(grad_out, *tensors, output_mask=mask, **params)
+    x, weight, *saved = tensors
+    grad, *rest = fn(wide(grad_out), x, wide_like(weight, x), *saved, output_mask=mask, **params)
+    dtype = parameter_dtype(grad_out, weight)
+    rest = [None if g is None else g.to(dtype) for g in rest]
     if grad is None:
         return None, None, *rest
-    total = (wide(grad) + wide(grad_residual_out)).to(grad.dtype)
+    total = (grad + wide(grad_residual_out)).to(grad_out.dtype)  # rounded once, after the sum
     both = to_input and to_residual
     return (
         total if to_input else None,

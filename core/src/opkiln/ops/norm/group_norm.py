@@ -130,7 +130,7 @@ def backward_native(
         wide(input).contiguous(),
         mean,
         rstd,
-        wide_like(weight, input),
+        None if weight is None else wide_like(weight, input).contiguous(),
         n,
         c,
         math.prod(spatial),

@@ -21,7 +21,7 @@ from opkiln.ops.pool.window import (
     adaptive_taps,
     check_adaptive,
 )
-from opkiln.spec import FLOAT, OpSpec, OutputSpec, ParamSpec, TensorSpec
+from opkiln.spec import FLOAT, OpSpec, OutputSpec, ParamSpec, TensorSpec, unit_reduction
 
 pool: Callable[..., Any] = torch.nn.functional.adaptive_avg_pool2d
 
@@ -85,6 +85,7 @@ SPEC, BACKWARD = with_backward(
     needs=(),
     reference=backward_reference,
     flops=lambda call: call.tensors.grad_out.numel,
+    reduction=unit_reduction,  # few windows look at one element
     double="backward",
 )
 SPECS = (SPEC, BACKWARD)

@@ -172,7 +172,7 @@ def backward_reference(
     else:
         offsets = cu_seqlens.long()
         per_sequence = chunks_of_sequences(offsets, chunk_size)
-        sequence = torch.searchsorted(offsets[1:], token, right=True)
+        sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
         within = (token - offsets[sequence]) // chunk_size
         chunk = (per_sequence.cumsum(0) - per_sequence)[sequence] + within
         left = offsets[sequence + 1] - offsets[sequence] - within * chunk_size

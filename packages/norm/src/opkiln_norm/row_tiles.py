@@ -1,0 +1,180 @@
+"""Tiles of a row norm: addresses, loads and stores, the pass over a long row's head.
+
+A tile is [BLOCK_M, BLOCK_N]. An operand has a pointer (None: absent), strides over the leading dims
+(None: one row serves all), and a column stride (None: dense, for 16-byte accesses).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offsets(rows, inner_sizes, strides):
+    """Offset of each row over the leading dims, outermost first, whose size is not needed."""
+    offsets = rows.to(tl.int64) * 0
+    for d in tl.static_range(len(inner_sizes), 0, -1):
+        offsets += (rows % inner_sizes[d - 1]).to(tl.int64) * strides[d]
+        rows = rows // inner_sizes[d - 1]
+    return offsets + rows.to(tl.int64) * strides[0]
+
+
+@triton.jit
+def row_pointers(ptr, rows, inner_sizes, strides, stride_n, ALIGN: tl.constexpr):
+    """Where an operand's rows start. Strides of dense operands are in units of ALIGN."""
+    if ptr is None:
+        ptrs = None
+    elif strides is None:
+        ptrs = ptr
+    elif stride_n is None:
+        ptrs = ptr + row_offsets(rows, inner_sizes, strides) * ALIGN
+    else:
+        ptrs = ptr + row_offsets(rows, inner_sizes, strides)
+    return ptrs
+
+
+@triton.jit
+def tile_mask(mask_m, cols, N, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Mask [BLOCK_M, BLOCK_N] of the elements that exist; None where all of them do."""
+    if not EVEN:
+        mask = mask_m & (cols < N)
+    elif BLOCK_M > 1:
+        mask = tl.broadcast_to(mask_m, [BLOCK_M, BLOCK_N])
+    else:
+        mask = None
+    return mask
+
+
+@triton.jit
+def column_offsets(cols, stride_n):
+    if stride_n is not None:
+        cols = cols.to(tl.int64) * stride_n
+    return cols
+
+
+@triton.jit
+def load_columns(ptrs, cols, stride_n, mask, EVICT: tl.constexpr):
+    """A tile in its own dtype, 0 outside the mask."""
+    cols = column_offsets(cols, stride_n)
+    if mask is None:
+        tile = tl.load(ptrs + cols, eviction_policy=EVICT)
+    else:
+        tile = tl.load(ptrs + cols, mask=mask, other=0.0, eviction_policy=EVICT)
+    return tile
+
+
+@triton.jit
+def load_sum(x_rows, r_rows, cols, stride_xn, stride_rn, mask, EVICT: tl.constexpr):
+    """What is normalized: x in its own dtype, or x + r in f32."""
+    x = load_columns(x_rows, cols, stride_xn, mask, EVICT)
+    if r_rows is not None:
+        x = x.to(tl.float32) + load_columns(r_rows, cols, stride_rn, mask, EVICT).to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_affine(ptrs, stride_n, start, mask_m, N, EVEN: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    """CHUNKS tiles of a weight, bias or gate; () where it is absent. mask_m None: one row for all.
+
+    Every row loads its own copy (from L1): in x's layout, without a pass through shared memory.
+    """
+    tiles = ()
+    if ptrs is not None:
+        for c in tl.static_range(CHUNKS):
+            cols = start + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            cols = tl.broadcast_to(cols, [BLOCK_M, BLOCK_N])
+            if mask_m is not None:
+                mask = tile_mask(mask_m, cols, N, EVEN, BLOCK_M, BLOCK_N)
+            elif EVEN:
+                mask = None
+            else:
+                mask = cols < N
+            tiles = tiles + (load_columns(ptrs, cols, stride_n, mask, ""),)
+    return tiles
+
+
+@triton.jit
+def load_whole(ptrs, cols, stride_n):
+    """One full block of a weight, bias or gate; None where it is absent."""
+    tile = None
+    if ptrs is not None:
+        tile = load_columns(ptrs, cols, stride_n, None, "")
+    return tile
+
+
+@triton.jit
+def store_columns(ptrs, cols, stride_n, tile, mask, CACHE: tl.constexpr):
+    ptrs = ptrs + column_offsets(cols, stride_n)
+    tl.store(ptrs, tile.to(ptrs.dtype.element_ty), mask=mask, cache_modifier=CACHE)
+
+
+@triton.jit
+def read_again(x, statistic, PACKED: tl.constexpr):
+    """x in f32. PACKED hides from the compiler that it has converted these 16-bit values before, so
+    that it keeps no f32 copy across the reduction (LayerNorm 16384, 8 warps: 82 registers, not
+    127). A bit is flipped only in a row whose statistic, hence result, is NaN.
+    """
+    if PACKED:
+        flip = tl.where(statistic == statistic, 0, 1).to(tl.int16)
+        x = (x.to(tl.int16, bitcast=True) ^ flip).to(x.dtype, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def modulate(x, mean, rstd, w, b, g, offset):
+    """((x - mean) * rstd * (w + offset) + b) * g for one f32 tile; w, b, g, offset may be None."""
+    y = (x - mean) * rstd
+    if w is not None:
+        w = w.to(tl.float32)
+        if offset is not None:
+            w += offset
+        y = y * w
+    if b is not None:
+        y = y + b.to(tl.float32)
+    if g is not None:
+        y = y * g.to(tl.float32)
+    return y
+
+
+@triton.jit
+def head_moments(
+    x_row, r_row, stride_xn, stride_rn, blocks,
+    CENTER: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Over the row's first `blocks`, for each column of a block: Welford mean and centred second
+    moment. Without CENTER the mean stays 0 and the moment is the plain sum of squares.
+    """
+    mean = tl.full([1, BLOCK_N], 0.0, tl.float32)
+    moment = tl.full([1, BLOCK_N], 0.0, tl.float32)
+    for i in tl.range(0, blocks, num_stages=STAGES):
+        cols = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        x = load_sum(x_row, r_row, cols, stride_xn, stride_rn, None, EVICT).to(tl.float32)
+        if CENTER:
+            delta = x - mean
+            mean += delta * (1.0 / (i + 1))
+            moment += delta * (x - mean)
+        else:
+            moment += x * x
+    return mean, moment
+
+
+@triton.jit
+def write_head(
+    ptrs, steps, blocks, mean, rstd, offset,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
+):  # fmt: skip
+    """The row's first `blocks`, last first: what was read last is the likeliest still in L2.
+
+    The sum is stored here and not in the first pass: in place it lies where r is read again.
+    """
+    x_row, r_row, w_row, b_row, g_row, y_row, s_row = ptrs
+    for i in tl.range(0, blocks, num_stages=STAGES):
+        cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        x = load_sum(x_row, r_row, cols, steps[0], steps[1], None, EVICT).to(tl.float32)
+        w = load_whole(w_row, cols, steps[2])
+        b = load_whole(b_row, cols, steps[3])
+        g = load_whole(g_row, cols, steps[4])
+        if s_row is not None:
+            store_columns(s_row, cols, steps[6], x, None, STORE_CACHE)
+        y = modulate(x, mean, rstd, w, b, g, offset)
+        store_columns(y_row, cols, steps[5], y, None, STORE_CACHE)
