@@ -12,45 +12,61 @@ import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_norm import row_plan
+from opkiln_norm.row_norm import OPERANDS, RESULTS, row_norm_kernel
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POINTERS = {F16: "*fp16", BF16: "*bf16", F32: "*fp32"}
-OPTIONAL = ("w_ptr", "b_ptr", "mean_ptr", "rstd_ptr", "stride_xn", "stride_wn", "stride_bn")
+AFFINE = {"rms_norm": ("w",), "layer_norm": ("w", "b")}
+MODULATION = {"ada_layer_norm": ("w", "b"), "ada_layer_norm_zero": ("w", "b", "g")}
 
 
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def row_call(
+    op: str, x: torch.Tensor, weight: torch.dtype | None = None, save: bool = False
+) -> Call:
+    """A call of `op` over x's last dim; metadata is all that is looked at."""
+    spec = CATALOGUE[op]
+    if op in MODULATION:
+        others = [meta(*x.shape, dtype=x.dtype)] * len(MODULATION[op])
+        params: dict[str, Any] = {"eps": 1e-6, "scale_offset": 1.0}
+    else:
+        norm = op.removeprefix("fused_add_").removesuffix("_inplace")
+        affine = [meta(x.shape[-1], dtype=weight or x.dtype)] * len(AFFINE[norm])
+        others = affine if op == norm else [x, *affine]
+        params = {"normalized_shape": (x.shape[-1],), "eps": 1e-6}
+    return Call.of(spec, [x, *others], params, needs_grad=save, real=False)
+
+
 def request(
     op: str, x: torch.Tensor, weight: torch.dtype | None = None, save: bool = False
 ) -> dict[str, Any]:
-    """What offline.py compiles for this call over x's last dim; metadata is all it looks at."""
-    spec = CATALOGUE[op]
-    n = x.shape[-1]
-    affine = [meta(n, dtype=weight or x.dtype) for _ in spec.tensors[1:]]
-    call = Call.of(spec, [x, *affine], {"normalized_shape": (n,), "eps": 1e-6}, real=False)
+    """What offline.py compiles for this call."""
+    call = row_call(op, x, weight, save)
     plan = row_plan.plan_for(call)
-    center = op == "layer_norm"
-    pointer = POINTERS[x.dtype]
-    signature: dict[str, Any] = {
-        "x_ptr": pointer,
-        "y_ptr": pointer,
-        "w_ptr": POINTERS[weight or x.dtype],
-        "inner_sizes": ["i32"] * len(plan.inner_sizes),
-        "x_strides": ["i32"] * len(plan.x_strides),
-        "M": "i32",
-        "n_units": "i32",
-        "eps": "fp32",
+    present = [getattr(call.tensors, n, None) for group in OPERANDS for n in group]
+    names = [letter for letter, group in zip("xrwbg", OPERANDS, strict=True) for _ in group]
+    types = {
+        f"{letter}_ptr": POINTERS[m.dtype] for letter, m in zip(names, present, strict=True) if m
     }
-    signature |= {"b_ptr": signature["w_ptr"]} if center else {}
-    signature |= {"rstd_ptr": "*fp32"} if save else {}
-    signature |= {"mean_ptr": "*fp32"} if save and center else {}
-    signature |= {"stride_xn": "i32"} if plan.stride_xn is not None else {}
+    outputs = [o.name for o, here in zip(call.spec.outputs, call.present, strict=True) if here]
+    for argument, output in zip(("y_ptr", "s_ptr"), RESULTS, strict=False):
+        types |= {argument: POINTERS[x.dtype]} if output in outputs else {}
+    types |= {f"{n}_ptr": "*fp32" for n in ("mean", "rstd") if n in outputs}
+    constexprs = plan.constexprs(call)
+    scalars = [n for n in row_norm_kernel.arg_names[9:] if n not in constexprs]
+    for argument, value in zip(scalars, plan.arguments(call.params), strict=True):
+        if isinstance(value, tuple):
+            types[argument] = ["i32"] * len(value)
+        elif value is not None:
+            types[argument] = "fp32" if isinstance(value, float) else "i32"
+    absent = [n for n in row_norm_kernel.arg_names if n not in types and n not in constexprs]
     return {
         "kernel": "opkiln_norm.row_norm:row_norm_kernel",
-        "signature": signature,
-        "constexprs": plan.constexprs(center) | {k: None for k in OPTIONAL if k not in signature},
+        "signature": types,
+        "constexprs": constexprs | dict.fromkeys(absent),
         "options": {"num_warps": plan.tiling.num_warps},
     }
 
@@ -70,11 +86,25 @@ RULE = {  # the regimes of row_plan.rule, for each element size
     for n in sizes
     for rows in ((1, 4096) if n * dtype.itemsize <= row_plan.RESIDENT_BYTES else (4096,))
 }
+FUSED = {
+    f"{op}-{name(dtype)}-{rows}x{n}": request(op, meta(rows, n, dtype=dtype))
+    for op, sizes in (
+        ("fused_add_rms_norm", (4096, 16384)),
+        ("fused_add_layer_norm", (8192, 65536)),
+        ("fused_add_layer_norm_inplace", (4096,)),
+        ("ada_layer_norm", (1152, 4096)),
+        ("ada_layer_norm_zero", (1152, 4096, 16384)),
+    )
+    for n in sizes
+    for rows, dtype in ((1, BF16), (4096, BF16), (4096, F32))
+    if rows > 1 or n <= 16384
+}
 MORE = {
     "f16": request("layer_norm", meta(4096, 8192, dtype=F16)),
     "saved-statistics": request("layer_norm", meta(4096, 8192), save=True),
     "f32-weight": request("rms_norm", meta(4096, 4096), F32),
     "bf16-weight": request("layer_norm", meta(4096, 8192, dtype=F32), BF16),
+    "fused-add-saved-statistics": request("fused_add_layer_norm", meta(4096, 8192), save=True),
     "heads-before-tokens": request("rms_norm", meta(8, 32, 512, 128).transpose(1, 2)),
     "n-multiple-of-8-only": request("layer_norm", meta(4096, 1000)),
 }
@@ -90,7 +120,7 @@ TABLE = {
     for row in row_plan.tuning_rows()
     for dtype in ((F16, BF16) if row["itemsize"] == 2 else (F32,))
 }
-WIDE = RULE | MORE | TABLE
+WIDE = RULE | FUSED | MORE | TABLE
 REQUESTS = WIDE | NARROW
 
 

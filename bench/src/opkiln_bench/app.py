@@ -1,4 +1,4 @@
-"""`opkiln-bench`: a Hydra app that measures, and four commands that read what it measured."""
+"""`opkiln-bench`: a Hydra app that measures, and commands that read what it measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import sys
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from opkiln_bench import searchpath, settings
 
 settings.register()
 searchpath.register()
+
+
+class JobFailed(RuntimeError):
+    """One job of a multirun failed; the others go on, and the whole command exits with 1."""
 
 
 @hydra.main(version_base="1.3", config_path="pkg://opkiln_bench.conf", config_name="config")
@@ -21,6 +27,9 @@ def measure(cfg: DictConfig) -> None:
 
     settings_object: Any = OmegaConf.to_object(cfg)
     code = run(settings_object, OmegaConf.to_container(cfg, resolve=True))
+    if code in (1, 2) and HydraConfig.get().mode == RunMode.MULTIRUN:
+        # an exit would end the jobs after this one too; an exception is this job's own
+        raise JobFailed(f"a row has no right result of ours, or a wrong setting (exit code {code})")
     if code:
         sys.exit(code)
 

@@ -141,7 +141,16 @@ class Tally:
             out, ref = out.sort(-1).values, ref.sort(-1).values
         terms = spec.reduction(subject.call)
         exact = row.name.startswith("max_pool")
-        result = compare(name, out, ref, terms, row.condition, exact=exact, backend=self.backend)
+        result = compare(
+            name,
+            out,
+            ref,
+            terms,
+            row.condition,
+            exact=exact,
+            backend=self.backend,
+            rounds_at_scale=spec.rounds_at_scale,
+        )
         self.ratio = max(self.ratio, result.ratio)
         if result.ratio > self.allowance and not self.reason:
             self.reason = result.message

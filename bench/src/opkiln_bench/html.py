@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from opkiln_bench.analysis import Result
-from opkiln_bench.limits import Limits
+from opkiln_bench.limits import Limits, peak_key
 from opkiln_bench.pages import FAMILIES, label, sizes
-
-TEMPLATES = "opkiln_bench.templates"
 
 
 def verdict(result: Result) -> str:
@@ -52,6 +51,7 @@ def row_data(result: Result) -> dict[str, Any]:
         "host_us": ours.get("host_us"),
         "kernels": ours.get("kernels"),
         "throttled": result.throttled,
+        "peak": peak_key(record["peak"], record["dtype"]),
         "flops": cost["flops"],
         "bytes": cost["bytes_read"] + cost["bytes_written"],
         "tensors": sizes(record).replace("`", ""),
@@ -73,14 +73,15 @@ def about(results: Sequence[Result]) -> str:
 
 
 def asset(name: str) -> str:
-    return (files(TEMPLATES) / name).read_text(encoding="utf-8")
+    return (files("opkiln_bench") / "templates" / name).read_text(encoding="utf-8")
 
 
-def render(results: Sequence[Result], limits: Limits | None) -> str:
-    """The page. limits: whose roofs the plots show; None for a device without."""
+def render(results: Sequence[Result], limits: Limits | None, rows_csv: str = "rows.csv") -> str:
+    """The page. limits: whose roofs the plots show, None for a device without; rows_csv: a link."""
     data = {
         "meta": {
             "about": about(results),
+            "rows_csv": rows_csv,
             "headings": FAMILIES,
             "bandwidth_gbps": limits.bandwidth_gbps if limits else None,
             "peaks_tflops": dict(limits.peaks_tflops) if limits else {},
@@ -94,8 +95,11 @@ def render(results: Sequence[Result], limits: Limits | None) -> str:
     return page.replace("/*JS*/", script).replace("/*DATA*/", text)
 
 
-def write_html(folder: Path, results: Sequence[Result], limits: Limits | None) -> Path:
+def write_html(
+    folder: Path, results: Sequence[Result], limits: Limits | None, rows_csv: Path
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
-    path.write_text(render(results, limits), encoding="utf-8")
+    link = Path(os.path.relpath(rows_csv, folder)).as_posix()
+    path.write_text(render(results, limits, link), encoding="utf-8")
     return path

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from opkiln_bench.analysis import Result
 from opkiln_bench.catalogue import TORCH_NAMES
+from opkiln_bench.compare import Agreement
 from opkiln_bench.records import Run
 
 FAMILIES = {
@@ -135,7 +136,12 @@ def by_family(rows: Sequence[Result]) -> dict[str, dict[str, list[Result]]]:
     return {family: ops for family, ops in found.items() if ops}
 
 
-def write_pages(folder: Path, rows: Sequence[Result], runs: Sequence[Run]) -> list[Path]:
+def write_pages(
+    folder: Path,
+    rows: Sequence[Result],
+    runs: Sequence[Run],
+    agreements: Sequence[Agreement] = (),
+) -> list[Path]:
     """Write every page that the rows fill; the paths written."""
     env = Environment(
         loader=PackageLoader("opkiln_bench"),
@@ -151,7 +157,7 @@ def write_pages(folder: Path, rows: Sequence[Result], runs: Sequence[Run]) -> li
     on_all = [r for r in rows if "all" in r.record["pages"]]
     titles = {r.record["timer"]["title"] for r in rows}
     shared = {"title_note": " · ".join(sorted(titles)), "wall": "CPU wall clock" in titles}
-    pages: dict[str, dict[str, Any]] = {"method.md": {"runs": runs}}
+    pages: dict[str, dict[str, Any]] = {"method.md": {"runs": runs, "agreements": agreements}}
     for family, ops in by_family(rows).items():
         heading = FAMILIES.get(family, family)
         pages[f"{family}.md"] = {"heading": heading, "ops": ops, "template": "family.md"}

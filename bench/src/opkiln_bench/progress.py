@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +24,8 @@ class Progress:
         self.limits = limits
         self.done = 0
         self.spent_s = 0.0
+        self.outcomes: Counter[str] = Counter()
+        self.log_ratios = 0.0
         self.status: Status | None = None
         if console.is_terminal:
             self.status = console.status("")
@@ -29,9 +33,12 @@ class Progress:
 
     def start(self, row: Row) -> None:
         if self.status is not None:
-            left = self.total - self.done
-            eta = f", about {self.spent_s / self.done * left:.0f} s" if self.done else ""
-            self.status.update(f"{row}  ({left} left{eta})")
+            self.status.update(f"{row}  ({self.total - self.done} left{self.estimate()})")
+
+    def estimate(self) -> str:
+        """`, about 90 s`: the rows left at the pace of those done."""
+        left = self.total - self.done
+        return f", about {self.spent_s / self.done * left:.0f} s" if self.done and left else ""
 
     def finish(self, entry: dict[str, Any], seconds: float) -> None:
         self.done += 1
@@ -42,9 +49,14 @@ class Progress:
         remarks = [f"opkiln {result.status}: {result.reason}"] if result.reason else []
         remarks += [f"{backend}: {reason}" for backend, reason in result.unusable]
         verdict = f"  {result.ratio.value:.2f}x {result.ratio.verdict}" if result.ratio else ""
+        self.outcomes[result.ratio.verdict if result.ratio else result.status] += 1
+        if result.ratio:
+            self.log_ratios += math.log(result.ratio.value)
+        # a terminal has the estimate on its live line
+        estimate = "" if self.status is not None else self.estimate()
         self.console.print(
             f"[{self.done}/{self.total}] {entry['op']} {entry['label']} {entry['dtype']}  "
-            f"{', '.join(times)}{verdict}  {seconds:.1f} s"
+            f"{', '.join(times)}{verdict}  {seconds:.1f} s{estimate}"
             + "".join(f"\n    {remark}" for remark in remarks),
             markup=False,
         )
@@ -52,13 +64,21 @@ class Progress:
     def fail(self, row: Row, reason: str) -> None:
         """A row that could not be measured at all; it is not in the record."""
         self.done += 1
+        self.outcomes["not measured"] += 1
         self.console.print(
             f"[{self.done}/{self.total}] {row}  not measured: {reason}", markup=False
         )
 
     def close(self, seconds: Mapping[str, float]) -> None:
-        """Where the time went."""
+        """What came out, and where the time went."""
         if self.status is not None:
             self.status.stop()
+        ratios = sum(self.outcomes[verdict] for verdict in ("ahead", "level", "behind"))
+        counts = ", ".join(f"{count} {what}" for what, count in self.outcomes.most_common())
+        mean = f"; geometric mean {math.exp(self.log_ratios / ratios):.2f}x" if ratios else ""
+        self.console.print(f"{self.done} of {self.total} rows: {counts or 'none'}{mean}")
         spent = sorted(seconds.items(), key=lambda item: -item[1])
-        self.console.print("time: " + ", ".join(f"{name} {s:.1f} s" for name, s in spent))
+        total = sum(seconds.values())
+        self.console.print(
+            f"time {total:.0f} s: " + ", ".join(f"{name} {s:.1f} s" for name, s in spent)
+        )

@@ -16,6 +16,7 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 FILE = "records.jsonl"
+RECORDS = "records"  # folder of a published report: one file a run
 
 Key = tuple[str, str, str]
 
@@ -35,6 +36,7 @@ class Run:
     name: str
     header: dict[str, Any]
     rows: dict[Key, dict[str, Any]]
+    path: Path
 
 
 class Recorder:
@@ -60,9 +62,14 @@ def _ends_with_newline(stream: Any) -> bool:
     return bool(stream.read(1) == b"\n")
 
 
+def record_path(folder: Path) -> Path:
+    """The record in a run's folder; a record itself."""
+    return folder / FILE if folder.is_dir() else folder
+
+
 def read_run(folder: Path) -> Run:
     """A run's record. Raises RecordError if there is none or its schema is another."""
-    path = folder / FILE if folder.is_dir() else folder
+    path = record_path(folder)
     if not path.is_file():
         raise RecordError(f"{folder} holds no {FILE}")
     header: dict[str, Any] = {}
@@ -83,7 +90,15 @@ def read_run(folder: Path) -> Run:
             rows[row_key(entry)] = entry
     if not header:
         raise RecordError(f"{path} has no header")
-    return Run(folder.name, header, rows)
+    name = path.parent.name if path.name == FILE else path.stem
+    return Run(name, header, rows, path)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The runs of a published report, the oldest first; the one run of a run's own folder."""
+    kept = sorted((folder / RECORDS).glob("*.jsonl")) if folder.is_dir() else []
+    runs = [read_run(path) for path in kept] or [read_run(folder)]
+    return sorted(runs, key=lambda run: run.header["date"])
 
 
 def collect(runs: Iterable[Run], folder: Path) -> int:

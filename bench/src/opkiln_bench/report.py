@@ -1,25 +1,66 @@
-"""`opkiln-bench report RUN...`: pages and rows.csv from records."""
+"""`opkiln-bench report RUN...`: pages, index.html and rows.csv from records.
+
+A published folder keeps the records it was made from under `records/`, so that a later sweep of
+some rows replaces exactly these, on every page.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from opkiln_bench.analysis import results
+from opkiln_bench.analysis import Result, results
 from opkiln_bench.catalogue import load_rows
+from opkiln_bench.compare import Agreement, agreement
+from opkiln_bench.html import write_html
+from opkiln_bench.limits import limits_of
 from opkiln_bench.pages import write_pages
-from opkiln_bench.records import Key, read_run
+from opkiln_bench.records import RECORDS, Key, Run, read_runs, record_path
 from opkiln_bench.rows_csv import update_csv
+
+
+def ordered(runs: Sequence[Run], order: Sequence[Key]) -> list[Result]:
+    """The judged rows of runs, later runs winning, as the catalogue orders them."""
+    rank = {key: i for i, key in enumerate(order)}
+    return sorted(
+        results(runs),
+        key=lambda r: rank.get((r.record["op"], r.record["label"], r.record["dtype"]), len(rank)),
+    )
+
+
+def agreements(runs: Sequence[Run]) -> list[Agreement]:
+    """How far runs of one commit on one GPU, one after the other, agree."""
+    found = []
+    for before, after in pairwise(runs):
+        a, b = before.header, after.header
+        same = a["commit"] == b["commit"]
+        same = same and a["environment"]["device"] == b["environment"]["device"]
+        agreed = agreement(before, after) if same else None
+        if agreed is not None:
+            found.append(agreed)
+    return found
 
 
 def publish(folders: Sequence[Path], pages: Path, rows_csv: Path) -> list[Path]:
     """Pages of the runs' rows (later runs win) into `pages`; their lines into `rows_csv`."""
-    runs = [read_run(folder) for folder in folders]
-    order: list[Key] = [row.key for row in load_rows()]
-    rank = {key: i for i, key in enumerate(order)}
-    rows = sorted(
-        results(runs),
-        key=lambda r: rank.get((r.record["op"], r.record["label"], r.record["dtype"]), len(rank)),
+    runs = sorted(
+        (run for folder in folders for run in read_runs(folder)), key=lambda r: r.header["date"]
     )
+    order = [row.key for row in load_rows()]
+    rows = ordered(runs, order)
     update_csv(rows_csv, rows, order)
-    return write_pages(pages, rows, runs)
+    limits = limits_of(runs[-1].header["config"]["device"])
+    written = write_pages(pages, rows, runs, agreements(runs))
+    return [*written, write_html(pages, rows, limits, rows_csv)]
+
+
+def publish_into(folders: Sequence[Path], into: Path) -> list[Path]:
+    """The same, beside records of earlier runs that `into` holds; those of `folders` join them."""
+    for run in (run for folder in folders for run in read_runs(folder)):
+        kept = into / RECORDS / f"{run.name}.jsonl"
+        if kept.resolve() != run.path.resolve():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(record_path(run.path), kept)
+    return publish([into], into, into / "rows.csv")

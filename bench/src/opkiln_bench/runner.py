@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,35 +29,65 @@ from opkiln_bench.catalogue import (
 )
 from opkiln_bench.contestants import chosen_backends
 from opkiln_bench.environment import commit, device_name, environment
+from opkiln_bench.lease import gpu_uuids, leased_gpu
 from opkiln_bench.limits import find_profile, limits_of
 from opkiln_bench.peers.torch_compile import BACKEND as TORCH_COMPILE
 from opkiln_bench.progress import Progress
 from opkiln_bench.records import SCHEMA_VERSION, Recorder, RecordError, read_run
-from opkiln_bench.report import publish
+from opkiln_bench.report import publish, publish_into
 from opkiln_bench.settings import Bench, Suite
+from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.sweep import Sweep, now, one_line
 from opkiln_bench.timing import Timer
-from opkiln_bench.warm import fill_cache
+from opkiln_bench.warm import fill_cache, tasks_of
 
 WARM_ROWS = 6  # fewer are compiled faster in place: a process needs about 6 s to start
+INTERRUPTED = 130
 
 
 def run(cfg: Bench, raw: Any) -> int:
-    """Measure what the configuration asks for. Exit code: 0, 1 (ours wrong or failed), 2."""
+    """Measure what the configuration asks for. Exit code: 0, 1 (ours wrong or failed), 2, 130."""
     console = Console(soft_wrap=True, highlight=False)
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        device = choose_device(cfg)
-        rows = choose_rows(cfg, device)
-        backends = choose_backends(cfg, device)
+        validate(cfg)
+        kind = device_kind(cfg.device.kind)
+        rows = choose_rows(cfg, kind)
+        backends = choose_backends(cfg, kind)
         done = finished(folder, cfg.resume, backends)
+        todo = [r for r in rows if r.key not in done]
+        with device_in_use(kind, cfg.device.index, console.print) as device:
+            return sweep_rows(cfg, raw, todo, len(rows) - len(todo), backends, device, console)
     except (CatalogueError, RecordError) as error:
         print(f"opkiln-bench: {error}", file=sys.stderr)
         if not any(folder.iterdir()):  # Hydra made it
             folder.rmdir()
         return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {continues(cfg)}", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:  # a full disk: what was written before stands
+        print(f"opkiln-bench: {one_line(error)}: {continues(cfg)}", file=sys.stderr)
+        return 2
+
+
+def continues(cfg: Bench) -> str:
+    return f"finished rows are in the record; run={cfg.run} resume=true continues it"
+
+
+def sweep_rows(
+    cfg: Bench,
+    raw: Any,
+    rows: Sequence[Row],
+    done_before: int,
+    backends: Sequence[str],
+    device: torch.device,
+    console: Console,
+) -> int:
+    """Measure `rows` into the record of the run's folder and write its pages."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
     profile = complete_profile(cfg, device, raw)
-    timer = make_timer(cfg, device)
+    timer = make_timer(cfg.timer, device)
     stamp = commit()
     recorder = Recorder(folder)
     recorder.write(
@@ -71,20 +102,22 @@ def run(cfg: Bench, raw: Any) -> int:
             "backends": backends,
         },
     )
-    todo = [r for r in rows if r.key not in done]
     console.print(
-        f"{len(todo)} rows on {device_name(device)} ({timer.title}), "
+        f"{len(rows)} rows on {device_name(device)} ({timer.title}), "
         f"{', '.join(backends)} -> {folder}"
-        + (f"; {len(rows) - len(todo)} rows were done before" if len(rows) > len(todo) else "")
+        + (f"; {done_before} rows were done before" if done_before else "")
     )
     sweep = Sweep(device, timer, cfg.timer, backends, stamp)
-    warm_up(cfg, sweep, todo, device, folder, console)
-    bad = measure_rows(sweep, todo, recorder, Progress(console, len(todo), limits_of(profile)))
-    publish([folder], folder / "pages", rows_csv=folder / "rows.csv")
+    progress = Progress(console, len(rows), limits_of(profile))
+    try:
+        warm_up(cfg, sweep, rows, device, folder, console)
+        bad = measure_rows(sweep, rows, recorder, progress)
+    finally:  # also what an interrupted run has finished
+        progress.close(sweep.seconds)
+        publish([folder], folder / "pages", rows_csv=folder / "rows.csv")
     if cfg.output.publish_dir:
-        target = Path(cfg.output.publish_dir)
-        publish([folder], target, rows_csv=target / "rows.csv")
-    console.print(f"pages: {folder / 'pages'}; rows: {folder / 'rows.csv'}")
+        publish_into([folder], Path(cfg.output.publish_dir))
+    console.print(f"pages: {folder / 'pages' / 'index.html'}; rows: {folder / 'rows.csv'}")
     return 1 if bad else 0
 
 
@@ -103,28 +136,68 @@ def measure_rows(sweep: Sweep, rows: Sequence[Row], recorder: Recorder, progress
         recorder.write("row", entry)
         bad += entry["backends"].get(OURS, {}).get("status") in ("wrong", "failed")
         progress.finish(entry, time.perf_counter() - began)
-    progress.close(sweep.seconds)
     return bad
 
 
-def choose_device(cfg: Bench) -> torch.device:
-    """The device of `device.kind`; `auto` is the GPU if there is one."""
-    kind = cfg.device.kind
+def validate(cfg: Bench) -> None:
+    """Numbers that types cannot rule out, before anything runs."""
+    timer = cfg.timer
+    for name, least in LEAST.items():
+        if getattr(timer, name) < least:
+            raise CatalogueError(
+                f"timer.{name} must be at least {least}, got {getattr(timer, name)}"
+            )
+    if timer.max_samples < timer.min_samples:
+        raise CatalogueError(
+            f"timer.max_samples ({timer.max_samples}) is below min_samples ({timer.min_samples})"
+        )
+    if timer.name not in TIMERS:
+        raise CatalogueError(f"timer.name must be one of {', '.join(TIMERS)}, got {timer.name!r}")
+    in_shard([], cfg.shard)
+
+
+LEAST = {
+    "min_samples": 2,
+    "budget_ms": 0,
+    "warmup_calls": 1,
+    "host_calls": 1,
+    "l2_flush_factor": 0,
+    "compile_processes": 0,
+}
+TIMERS = ("auto", "cupti", "wall")
+
+
+def device_kind(kind: str) -> str:
+    """cuda or cpu; `auto` is the GPU if there is one."""
     if kind not in ("auto", "cuda", "cpu"):
         raise CatalogueError(f"device.kind must be auto, cuda or cpu, got {kind!r}")
+    if kind == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise CatalogueError("device.kind is cuda, and torch sees no GPU here")
-    if kind == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", cfg.device.index)
-    torch.cuda.set_device(device)
-    return device
+    return kind
 
 
-def choose_rows(cfg: Bench, device: torch.device) -> list[Row]:
+@contextmanager
+def device_in_use(
+    kind: str, index: int | None, say: Callable[[str], None]
+) -> Iterator[torch.device]:
+    """The device of a run; a GPU is leased for the block and made the current one."""
+    if kind == "cpu":
+        yield torch.device("cpu")
+        return
+    uuids = gpu_uuids()
+    if index is not None and not 0 <= index < len(uuids):
+        raise CatalogueError(f"device.index must be 0 to {len(uuids) - 1}, got {index}")
+    with leased_gpu(uuids, index, say) as leased:
+        torch.cuda.set_device(leased)
+        yield torch.device("cuda", leased)
+
+
+def choose_rows(cfg: Bench, kind: str) -> list[Row]:
     """Suite, then patterns, then shard; rows of ops that this opkiln lacks are left out."""
     suite = cfg.suite
-    if suite.name == "auto" and device.type == "cpu":
+    if suite.name == "auto" and kind == "cpu":
         suite = Suite(
             **yaml.safe_load((files("opkiln_bench.conf") / "suite/smoke.yaml").read_text())
         )
@@ -136,11 +209,11 @@ def choose_rows(cfg: Bench, device: torch.device) -> list[Row]:
     return in_shard(rows, cfg.shard)
 
 
-def choose_backends(cfg: Bench, device: torch.device) -> list[str]:
+def choose_backends(cfg: Bench, kind: str) -> list[str]:
     """`backends` if given, else the group; a CPU run that asked for nothing compiles nothing."""
     if cfg.backends is not None:
         return chosen_backends(as_patterns(cfg.backends))
-    spared = [TORCH_COMPILE] if cfg.suite.name == "auto" and device.type == "cpu" else []
+    spared = [TORCH_COMPILE] if cfg.suite.name == "auto" and kind == "cpu" else []
     return chosen_backends(cfg.backend.patterns, [*cfg.backend.exclude, *spared])
 
 
@@ -172,19 +245,19 @@ def complete_profile(cfg: Bench, device: torch.device, raw: Any) -> dict[str, An
     return {**stated, **(find_profile(device_name(device)) or {})}
 
 
-def make_timer(cfg: Bench, device: torch.device) -> Timer:
-    name = cfg.timer.name
+def make_timer(settings: TimerSettings, device: torch.device) -> Timer:
+    name = settings.name
     if name == "auto":
         name = "cupti" if device.type == "cuda" else "wall"
     if name == "wall":
         from opkiln_bench.timing.wall import WallTimer
 
-        return WallTimer(cfg.timer)
-    if name != "cupti" or device.type != "cuda":
-        raise SystemExit(f"opkiln-bench: timer {name!r} cannot time {device}")
+        return WallTimer(settings)
+    if device.type != "cuda":
+        raise CatalogueError(f"timer {name!r} cannot time {device}")
     from opkiln_bench.timing.cupti import CuptiTimer
 
-    return CuptiTimer(device, cfg.timer)
+    return CuptiTimer(device, settings)
 
 
 def warm_up(
@@ -197,8 +270,10 @@ def warm_up(
 ) -> None:
     """Compile the rows in parallel processes first."""
     processes = cfg.timer.compile_processes
-    wanted = TORCH_COMPILE in sweep.backends and device.type == "cuda" and processes > 0
-    if wanted and len(rows) >= WARM_ROWS:
-        console.print(f"compiling {len(rows)} rows in {processes} processes")
+    if device.type != "cuda" or processes == 0 or len(rows) < WARM_ROWS:
+        return
+    tasks = tasks_of(rows, sweep.backends)
+    if tasks:
+        console.print(f"compiling {len(tasks)} calls of {len(rows)} rows in {processes} processes")
         with sweep.phase("compiling ahead"):
-            fill_cache(rows, processes, device.index, folder)
+            fill_cache(tasks, processes, device.index, folder, console.print)

@@ -37,7 +37,7 @@ class Timer:
     warmup_calls: int = 3
     host_calls: int = 20
     l2_flush_factor: float = 2.0  # zeroed before each call, in sizes of the L2
-    compile_processes: int = 8  # fill the compiler's cache before anything is timed; 0: do not
+    compile_processes: int = 14  # fill the compilers' caches before anything is timed; 0: do not
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Device:
     """Where a run happens, and the limits of that device (docs: `opkiln-bench calibrate`)."""
 
     kind: str = "auto"  # auto, cuda, cpu
-    index: int = 0
+    index: int | None = None  # of the GPU; None: the first that no other run has leased
     gpu: str | None = None
     bandwidth_gbps: float | None = None
     peaks_tflops: dict[str, float] = field(default_factory=dict)

@@ -62,12 +62,16 @@ def ratio_interval(alternative: Sequence[float], ours: Sequence[float]) -> tuple
     return float(found.low), float(found.high)
 
 
+def a_a_noise(forward: Sequence[float], backward: Sequence[float]) -> float:
+    """How far the same code is from itself: forward rounds against reversed ones, at least 1 %."""
+    return max(MIN_NOISE, abs(median_us(forward) / median_us(backward) - 1.0))
+
+
 def compare_ours(
     ours_forward: Sequence[float], ours_reversed: Sequence[float], alternative: Sequence[float]
 ) -> Ratio:
     """The ratio of a row. Its A/A noise: ours in forward rounds against ours in reversed ones."""
     ours = [*ours_forward, *ours_reversed]
-    a_a = median_us(ours_forward) / median_us(ours_reversed)
     low, high = ratio_interval(alternative, ours)
     value = median_us(alternative) / median_us(ours)
-    return Ratio(value, low, high, max(MIN_NOISE, abs(a_a - 1.0)))
+    return Ratio(value, low, high, a_a_noise(ours_forward, ours_reversed))

@@ -1,8 +1,8 @@
 """Fill the compilers' caches before anything is timed: rows compiled by several processes.
 
-`python -m opkiln_bench.warm CUDA_INDEX < rows` runs our kernels and torch-compile once on each row
-named by a line `op<TAB>label<TAB>dtype`. Triton and Inductor keep their code on disk, so that the
-timing process only loads it.
+`python -m opkiln_bench.warm CUDA_INDEX < tasks` runs backends once on rows, as lines
+`op<TAB>label<TAB>dtype<TAB>backend` name them. What compiles keeps its code on disk (Triton,
+Inductor, flashinfer's nvcc builds), so that the timing process only loads it.
 """
 
 from __future__ import annotations
@@ -13,78 +13,140 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
+from opkiln_bench.analysis import OURS
 from opkiln_bench.catalogue import Row, load_rows
 
 LARGE_BYTES = 1 << 30  # rows above it go to one process, one after the other: memory is shared
+DONE = "done"
+SAY_EVERY_S = 10.0
+
+COMPILED = (OURS, "torch-compile", "liger", "flaggems")  # each row has code of its own
+BUILT = ("flashinfer",)  # one build an op serves every row; others would wait for its lock
+
+Task = tuple[Row, str]
 
 
-def shares(rows: Sequence[Row], processes: int) -> list[list[Row]]:
-    """The rows of each process: large ones in the first, the others dealt out evenly."""
-    large = [r for r in rows if r.input_bytes > LARGE_BYTES]
-    parts: list[list[Row]] = [large, *[[] for _ in range(processes - 1)]]
+def tasks_of(rows: Sequence[Row], backends: Iterable[str]) -> list[Task]:
+    """What is worth compiling ahead: rows that a compiling backend implements."""
+    from opkiln.registry import REGISTRY
+
+    chosen = set(backends)
+    tasks: list[Task] = []
+    built: set[tuple[str, str]] = set()
     for row in rows:
-        if row.input_bytes <= LARGE_BYTES:
-            min(parts, key=len).append(row)
+        for backend in REGISTRY.of(row.name).keys() & chosen:
+            if backend in COMPILED:
+                tasks.append((row, backend))
+            elif backend in BUILT and (row.name, backend) not in built:
+                built.add((row.name, backend))
+                tasks.append((row, backend))
+    return tasks
+
+
+def shares(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
+    """The tasks of each process: large rows in the first, builds in the last, a row's together."""
+    large = [t for t in tasks if t[0].input_bytes > LARGE_BYTES and t[1] not in BUILT]
+    builds = [t for t in tasks if t[1] in BUILT]
+    parts: list[list[Task]] = [large, *[[] for _ in range(processes - 1)]]
+    small = [t for t in tasks if t[0].input_bytes <= LARGE_BYTES and t[1] not in BUILT]
+    parts[-1] += builds
+    for _, group in groupby(small, key=lambda t: t[0].key):
+        min(parts, key=len).extend(group)
     return [part for part in parts if part]
 
 
-def fill_cache(rows: Sequence[Row], processes: int, index: int, folder: Path) -> None:
-    """Compile every row in subprocesses; their output goes to `folder`. Failures show up later.
-
-    Autotuning results of processes that shared the GPU are noise: they are thrown away, so that the
-    timing process tunes alone.
-    """
+def keep_caches() -> None:
+    """Caches on disk that the timing process shares with those that compile."""
     cache = Path(tempfile.gettempdir()) / f"opkiln-bench-{getpass.getuser()}"
     cache.mkdir(mode=0o700, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     # else Inductor moves it at its first compilation, and Triton misses what it had before
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+
+
+def fill_cache(
+    tasks: Sequence[Task], processes: int, index: int, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Compile every task in subprocesses; their output goes to `folder`. Failures show up later.
+
+    Autotuning results of processes that shared the GPU are noise: they are thrown away, so that the
+    timing process tunes alone.
+    """
+    keep_caches()
     folder.mkdir(parents=True, exist_ok=True)
-    running = []
-    for number, part in enumerate(shares(rows, processes)):
-        with open(folder / f"warm-{number}.log", "w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "opkiln_bench.warm", str(index)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-            )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at start: the log says why
-            process.stdin.write("".join("\t".join(row.key) + "\n" for row in part))
-            process.stdin.close()
-        running.append(process)
-    for process in running:
-        process.wait()
+    with tempfile.TemporaryDirectory() as scratch:
+        logs, running = [], []
+        for number, part in enumerate(shares(tasks, processes)):
+            logs.append(folder / f"warm-{number}.log")
+            running.append(start(part, index, logs[-1], Path(scratch) / str(number)))
+        try:
+            wait(running, logs, len(tasks), say)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
     for tuned in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.best_config"):
         tuned.unlink()
+
+
+def start(part: Sequence[Task], index: int, log: Path, scratch: Path) -> subprocess.Popen[str]:
+    """A process that compiles `part`. FlagGems keeps what it tuned in `scratch`, not for later."""
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "FLAGGEMS_CACHE_DIR": str(scratch)}
+    with open(log, "w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "opkiln_bench.warm", str(index)],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **threads},
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at start: the log says why
+        process.stdin.write("".join("\t".join((*row.key, b)) + "\n" for row, b in part))
+        process.stdin.close()
+    return process
+
+
+def wait(
+    running: Sequence[subprocess.Popen[str]],
+    logs: Sequence[Path],
+    total: int,
+    say: Callable[[str], None],
+) -> None:
+    """Until all have ended, saying now and then how far they are."""
+    told = time.monotonic()
+    while any(process.poll() is None for process in running):
+        time.sleep(0.2)
+        if time.monotonic() - told > SAY_EVERY_S:
+            told = time.monotonic()
+            finished = sum(log.read_text(errors="replace").count(f"\n{DONE}\n") for log in logs)
+            say(f"  compiled {finished} of {total}")
 
 
 def main() -> None:
     import torch
 
-    from opkiln_bench.analysis import OURS
     from opkiln_bench.contestants import bring, declined, enter
-    from opkiln_bench.peers.torch_compile import BACKEND as TORCH_COMPILE
 
     device = torch.device("cuda", int(sys.argv[1]))
     torch.cuda.set_device(device)
-    wanted = {tuple(line.rstrip("\n").split("\t")) for line in sys.stdin}
-    for row in load_rows():
-        if row.key not in wanted:
-            continue
-        subject = bring(row, device)
-        for backend in (OURS, TORCH_COMPILE):
+    by_key = {row.key: row for row in load_rows()}
+    tasks = [line.rstrip("\n").split("\t") for line in sys.stdin]
+    for key, group in groupby(tasks, key=lambda t: tuple(t[:3])):
+        subject = bring(by_key[key], device)
+        for *_, backend in group:
             try:
                 if declined(subject, backend) is None:
                     enter(subject, backend)
             except Exception as error:  # the timing process meets it again and reports it
-                print(f"{row} {backend}: {type(error).__name__}: {error}", flush=True)
+                print(f"{subject.row} {backend}: {type(error).__name__}: {error}")
+            print(f"\n{DONE}", flush=True)
         del subject
         torch._dynamo.reset()
         torch.cuda.empty_cache()

@@ -199,6 +199,8 @@ class OpSpec:
     data_size: a parameter that is read from a tensor when the caller leaves it out.
     mutates(call): input tensors that this call writes. may_mutate: those that some call writes.
     reduction(call): how many terms an output element sums (scales the tolerance).
+    rounds_at_scale: an implementation may round a sum to the output's dtype before it adds the
+        last term (a bias), so rounding errors are relative to the output's RMS, not to the element.
     autocast: "fp32" or "lower": what torch.autocast does to this op; None: it leaves it alone.
     """
 
@@ -219,6 +221,7 @@ class OpSpec:
     mutates: Callable[[Call], tuple[str, ...]] = no_mutation
     may_mutate: tuple[str, ...] = ()
     reduction: Callable[[Call], int] = unit_reduction
+    rounds_at_scale: bool = False
     autocast: str | None = None
     backward: Backward | None = None
     forward_op: str | None = None

@@ -64,7 +64,7 @@ function roofline(title, rows) {
   const points = rows.filter((r) => r.tflops && r.bytes).map((r) => [r, r.flops / r.bytes, r.tflops]);
   if (!points.length) return null;
   const xs = points.map((p) => p[1]), ys = points.map((p) => p[2]);
-  const roofs = Object.entries(meta.peaks_tflops).filter(([, peak]) => meta.bandwidth_gbps && peak);
+  const roofs = Object.entries(meta.peaks_tflops).filter(([name]) => points.some(([r]) => r.peak === name));
   const low = Math.min(...xs) / 2, high = Math.max(...xs) * 2;
   const limit = (i, peak) => Math.min(peak, (i * meta.bandwidth_gbps) / 1e3);
   const tops = roofs.map(([, peak]) => limit(high, peak));

@@ -146,6 +146,7 @@ function theme() {
 for (const row of rows)
   row.haystack = [row.op, row.label, row.dtype, row.model, row.family, ...row.alternatives.map(([n]) => n)].join(" ").toLowerCase();
 byId("about").textContent = meta.about;
+byId("csv").href = meta.rows_csv;
 byId("q").value = state.get("q") || "";
 byId("q").oninput = (event) => change("q", event.target.value);
 for (const name of ["op", "dtype"]) byId(name).onchange = (event) => change(name, event.target.value);

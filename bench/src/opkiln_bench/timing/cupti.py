@@ -6,6 +6,7 @@ One profiler session a row: starting one costs about as much as a hundred small 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -41,9 +42,16 @@ class L2Flush:
 def recorded(out: list[Activity]) -> Iterator[None]:
     """Append the device activity of the block to `out`."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as session:
+    with warnings.catch_warnings():
+        # acc_events=True would silence it too, and builds a Python object an event: 50 ms a row
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        session = profile(activities=[ProfilerActivity.CUDA])
+        session.start()
+    try:
         yield
         torch.cuda.synchronize()
+    finally:
+        session.stop()
     for event in session.profiler.kineto_results.events():
         # torch.compile's regions are mirrored onto the device as annotations: records, not work
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():

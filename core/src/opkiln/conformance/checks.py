@@ -207,8 +207,17 @@ def compared(
         if case.op in SETS:
             want = in_order(want)
             out = out if call.policy.deterministic else in_order(out)
-        row = case.row
-        result = compare(name, out, want, terms, row.condition, row.magnitude, exact, backend)
+        result = compare(
+            name,
+            out,
+            want,
+            terms,
+            case.row.condition,
+            case.row.magnitude,
+            exact,
+            backend,
+            call.spec.rounds_at_scale,
+        )
         if not result.ok:
             raise Fault(result.message)
         yield result

@@ -4,7 +4,8 @@
 
 `output` is the rounding of the result to its dtype (half a unit in the last place), `work` that of
 float32 arithmetic (float64 for float64), `terms` how many terms an element sums; where these
-cancel, `least_scale` stands for the RMS. The RMS of all errors has to be smaller still. NaN and
+cancel, `least_scale` stands for the RMS. With `rounds_at_scale` (a spec says so) rounding is
+relative to at least rms(expected). The RMS of all errors has to be smaller still. NaN and
 infinities must stand in the same places; integers and the values of max pools must be equal.
 """
 
@@ -65,6 +66,7 @@ def compare(
     least_scale: float = 0.0,
     exact: bool = False,
     backend: str = "",
+    rounds_at_scale: bool = False,
 ) -> Comparison:
     """Compare an output with its expected values in double precision (integers as they are)."""
     if not (out.is_floating_point() or out.is_complex()) or exact:
@@ -83,7 +85,8 @@ def compare(
     scale = max(math.sqrt(float(finite.abs().square().sum()) / count), least_scale)
     work = tolerance.work * math.sqrt(max(terms, 1)) * condition * scale
     least = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
-    limit = (tolerance.output + tolerance.work) * finite.abs() + work + least
+    size = finite.abs().clamp(min=scale) if rounds_at_scale else finite.abs()
+    limit = (tolerance.output + tolerance.work) * size + work + least
     over = error / limit
     ratio = float(over.max())
     if ratio > 1:

@@ -208,7 +208,16 @@ def assert_close(
 ) -> None:
     terms = bound.spec.reduction(call_of(bound, backend))
     exact = is_exact(case)
-    result = compare(name, out, expected, terms, case.row.condition, exact=exact, backend=backend)
+    result = compare(
+        name,
+        out,
+        expected,
+        terms,
+        case.row.condition,
+        exact=exact,
+        backend=backend,
+        rounds_at_scale=bound.spec.rounds_at_scale,
+    )
     if not result.ok:
         raise Fault(result.message)
 

@@ -8,7 +8,7 @@
 kernel goes to torch's current stream of the current device. Tensors arrive as pointers, ints as
 `long long`, floats as `double`; numpy and ctypes scalars as what they are.
 
-The cache is $OPKILN_CACHE, else $XDG_CACHE_HOME/opkiln, else ~/.cache/opkiln; mode 0700. An entry is
+The cache is $OPKILN_CACHE or $XDG_CACHE_HOME/opkiln or ~/.cache/opkiln, mode 0700. An entry is
 named by the SHA-256 of source, headers, macros, architecture and NVRTC version, and begins with the
 SHA-256 of its cubin, so that a damaged one is compiled again. One process compiles an entry, the
 others wait for it.

@@ -89,6 +89,7 @@ def with_backward(
         native=native,
         doc=f"Gradient of {fwd.name} with respect to {', '.join(wrt)}.",
         reduction=reduction or fwd.reduction,
+        rounds_at_scale=fwd.rounds_at_scale,
         flops=flops or (lambda call: 2 * next(iter(vars(call.tensors).values())).numel),
         forward_op=fwd.name,
     )

@@ -13,6 +13,16 @@ from opkiln.spec import Call
 
 OPKILN_API = 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ROW_NORMS = (
+    "rms_norm",
+    "layer_norm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_inplace",
+    "fused_add_layer_norm",
+    "fused_add_layer_norm_inplace",
+    "ada_layer_norm",
+    "ada_layer_norm_zero",
+)
 TRAITS = frozenset({"deterministic", "batch_invariant"})
 
 
@@ -59,4 +69,4 @@ def row_norm(op: str) -> Implementation:
 
 @hookimpl
 def opkiln_implementations() -> list[Any]:
-    return [row_norm("rms_norm"), row_norm("layer_norm")]
+    return [row_norm(op) for op in ROW_NORMS]

@@ -28,6 +28,7 @@ from opkiln_norm.row_tiles import (
     load_affine,
     load_sum,
     modulate,
+    output_rows,
     read_again,
     row_pointers,
     store_columns,
@@ -39,29 +40,28 @@ from opkiln_norm.row_tiles import (
 @triton.jit
 def normalize_tile(
     tile, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
-    inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides, steps, M, N, eps, offset,
+    inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
+    stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
     CENTER: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, PRELOAD: tl.constexpr,
     PACKED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * BLOCK_M and following. `w`, `b`: tiles of an affine that was loaded before.
-
-    steps: column strides of x, r, w, b, g, y, s.
-    """
+    """Rows tile * BLOCK_M and following. `w`, `b`: tiles of an affine that was loaded before."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     mask_m = rows < M
-    x_rows = row_pointers(x_ptr, rows, inner_sizes, x_strides, steps[0], ALIGN)
-    r_rows = row_pointers(r_ptr, rows, inner_sizes, r_strides, steps[1], ALIGN)
-    w_rows = row_pointers(w_ptr, rows, inner_sizes, w_strides, steps[2], ALIGN)
-    b_rows = row_pointers(b_ptr, rows, inner_sizes, b_strides, steps[3], ALIGN)
-    g_rows = row_pointers(g_ptr, rows, inner_sizes, g_strides, steps[4], ALIGN)
-    y_rows = x_rows
-    s_rows = r_rows
-    if y_ptr is not None:
-        y_rows = y_ptr + rows.to(tl.int64) * N
-    if s_ptr is not None:
-        s_rows = s_ptr + rows.to(tl.int64) * N
+    x_rows = row_pointers(x_ptr, rows, inner_sizes, x_strides, stride_xn, ALIGN)
+    r_rows = row_pointers(r_ptr, rows, inner_sizes, r_strides, stride_rn, ALIGN)
+    w_rows = row_pointers(w_ptr, rows, inner_sizes, w_strides, stride_wn, ALIGN)
+    b_rows = row_pointers(b_ptr, rows, inner_sizes, b_strides, stride_bn, ALIGN)
+    g_rows = row_pointers(g_ptr, rows, inner_sizes, g_strides, stride_gn, ALIGN)
+    y_rows = output_rows(y_ptr, rows, N, x_rows)
+    s_rows = output_rows(s_ptr, rows, N, r_rows)
+    stride_yn = None
+    stride_sn = None
+    if y_ptr is None:
+        stride_yn = stride_xn
+        stride_sn = stride_rn
     cols = tl.arange(0, BLOCK_N)[None, :]
     start = 0
     if HEAD:
@@ -72,18 +72,20 @@ def normalize_tile(
     for c in tl.static_range(CHUNKS):
         cols_c = start + c * BLOCK_N + cols
         mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
-        x = x + (load_sum(x_rows, r_rows, cols_c, steps[0], steps[1], mask, EVICT),)
-    mask_w = None if w_strides is None else mask_m
+        x = x + (load_sum(x_rows, r_rows, cols_c, stride_xn, stride_rn, mask, EVICT),)
+    mask_w = None
+    if w_strides is not None:
+        mask_w = mask_m
     g = ()
     if PRELOAD and mask_w is not None:
-        w = load_affine(w_rows, steps[2], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_rows, steps[3], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        g = load_affine(g_rows, steps[4], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        w = load_affine(w_rows, stride_wn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        b = load_affine(b_rows, stride_bn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        g = load_affine(g_rows, stride_gn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
     if r_ptr is not None:
         for c in tl.static_range(CHUNKS):
             cols_c = start + c * BLOCK_N + cols
             mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
-            store_columns(s_rows, cols_c, steps[6], x[c], mask, STORE_CACHE)
+            store_columns(s_rows, cols_c, stride_sn, x[c], mask, STORE_CACHE)
 
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     moment = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
@@ -92,7 +94,7 @@ def normalize_tile(
         # What is read again should outlive in L2 what is not.
         KEEP: tl.constexpr = "evict_last" if EVICT != "" else ""
         head_mean, moment = head_moments(
-            x_rows, r_rows, steps[0], steps[1], head_blocks, CENTER, BLOCK_N, STAGES, KEEP
+            x_rows, r_rows, stride_xn, stride_rn, head_blocks, CENTER, BLOCK_N, STAGES, KEEP
         )
         total = head_mean * head_blocks
     if CENTER:
@@ -113,9 +115,9 @@ def normalize_tile(
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=mask_m)
     if not PRELOAD:
-        w = load_affine(w_rows, steps[2], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_rows, steps[3], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        g = load_affine(g_rows, steps[4], start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        w = load_affine(w_rows, stride_wn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        b = load_affine(b_rows, stride_bn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        g = load_affine(g_rows, stride_gn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
     for c in tl.static_range(CHUNKS):
         wc = w[c] if w_ptr is not None else None
         bc = b[c] if b_ptr is not None else None
@@ -123,12 +125,13 @@ def normalize_tile(
         cols_c = start + c * BLOCK_N + cols
         mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
         y = modulate(read_again(x[c], rstd, PACKED), mean, rstd, wc, bc, gc, offset)
-        store_columns(y_rows, cols_c, steps[5], y, mask, STORE_CACHE)
+        store_columns(y_rows, cols_c, stride_yn, y, mask, STORE_CACHE)
     if HEAD:
-        ptrs = (x_rows, r_rows, w_rows, b_rows, g_rows, y_rows, s_rows)
         write_head(
-            ptrs, steps, head_blocks, mean, rstd, offset, BLOCK_N, STAGES, EVICT, STORE_CACHE
-        )
+            x_rows, r_rows, w_rows, b_rows, g_rows, y_rows, s_rows,
+            stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, stride_yn, stride_sn,
+            head_blocks, mean, rstd, offset, BLOCK_N, STAGES, EVICT, STORE_CACHE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "n_units"])
@@ -150,9 +153,6 @@ def row_norm_kernel(
     N = n_units * ALIGN
     if EVEN and not HEAD:
         N = CHUNKS * BLOCK_N
-    stride_yn = stride_xn if y_ptr is None else None
-    stride_sn = stride_rn if s_ptr is None else None
-    steps = (stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, stride_yn, stride_sn)
     w = ()
     b = ()
     if PRELOAD and w_strides is None:
@@ -163,15 +163,17 @@ def row_norm_kernel(
         for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
             normalize_tile(
                 tile, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
-                inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides, steps,
-                M, N, eps, offset, CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
+                inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
+                stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
+                CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
                 BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
             )  # fmt: skip
     else:
         normalize_tile(
             first, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
-            inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides, steps,
-            M, N, eps, offset, CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
+            inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
+            stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
+            CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
             BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
         )  # fmt: skip
 

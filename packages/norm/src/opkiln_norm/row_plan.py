@@ -38,8 +38,19 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True)
+class Operand:
+    """Strides over the collapsed leading dims (None: one row serves all), and between columns."""
+
+    strides: tuple[int, ...] | None = None
+    stride_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
-    """A tiling and the rows it is for. `source`: "rule", or the label of the table's row."""
+    """A tiling and the rows it is for. `source`: "rule", or the label of the table's row.
+
+    operands: x, r, w, b, g of the kernel; strides of dense ones in units of `align`.
+    """
 
     tiling: Tiling
     source: str
@@ -48,10 +59,7 @@ class RowPlan:
     align: int
     even: bool
     inner_sizes: tuple[int, ...]
-    x_strides: tuple[int, ...]
-    stride_xn: int | None
-    stride_wn: int | None
-    stride_bn: int | None
+    operands: tuple[Operand, ...]
 
     @property
     def tiles(self) -> int:
@@ -63,16 +71,24 @@ class RowPlan:
             return self.tiles
         return min(self.tiles, self.tiling.programs_per_sm * multiprocessors)
 
-    def constexprs(self, center: bool) -> dict[str, Any]:
+    def arguments(self, params: Any) -> tuple[Any, ...]:
+        """The kernel's run-time arguments after the tensors, in its order."""
+        strides = [operand.strides for operand in self.operands]
+        columns = [operand.stride_n for operand in self.operands]
+        offset = getattr(params, "scale_offset", None)
+        units = self.n // self.align
+        return (self.inner_sizes, *strides, *columns, self.rows, units, params.eps, offset)
+
+    def constexprs(self, call: Any) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         t = self.tiling
         return {
-            "CENTER": center,
+            "CENTER": "layer_norm" in call.spec.name,
             "HEAD": t.head,
             "EVEN": self.even,
             "PERSISTENT": t.programs_per_sm > 0,
             "PRELOAD": t.preload,
-            "PACKED": t.packed,
+            "PACKED": t.packed and not adds(call),
             "ALIGN": self.align,
             "BLOCK_M": t.block_m,
             "BLOCK_N": t.block_n,
@@ -83,33 +99,54 @@ class RowPlan:
         }
 
 
+def adds(call: Any) -> bool:
+    """Whether the op adds a residual: it keeps the f32 sum, so there is nothing to keep packed."""
+    return hasattr(call.tensors, "residual")
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-def collapse(shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Merge neighbouring dims that step through memory as one; size-1 dims vanish."""
+def collapse(
+    shape: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Merge neighbouring dims that every tensor steps through as one; size-1 dims vanish.
+
+    strides: one sequence a tensor. Returns the sizes, and the steps of each tensor.
+    """
     sizes: list[int] = []
-    steps: list[int] = []
-    for size, step in zip(shape, stride, strict=True):
+    steps: list[list[int]] = [[] for _ in strides]
+    for size, *dim in zip(shape, *strides, strict=True):
         if size == 1:
             continue
-        if sizes and steps[-1] == size * step:
+        merges = bool(sizes) and all(
+            done[-1] == size * step for done, step in zip(steps, dim, strict=True)
+        )
+        if merges:
             sizes[-1] *= size
-            steps[-1] = step
         else:
             sizes.append(size)
-            steps.append(step)
+        for done, step in zip(steps, dim, strict=True):
+            if merges:
+                done.pop()
+            done.append(step)
     return sizes, steps
 
 
 def column_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
     """Stride of the normalized dims seen as one, None if dense. ValueError if one does not do."""
-    sizes, steps = collapse(shape, stride)
+    sizes, (steps,) = collapse(shape, [stride])
     if len(sizes) > 1:
         raise ValueError("the normalized dims do not collapse to one stride")
     return None if not steps or steps[0] == 1 else steps[0]
+
+
+def broadcast_strides(meta: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of `meta` expanded to `shape`."""
+    steps = [0 if size == 1 else step for size, step in zip(meta.shape, meta.stride, strict=True)]
+    return (*[0] * (len(shape) - meta.ndim), *steps)
 
 
 def rule(itemsize: int, n: int, rows: int) -> Tiling:
@@ -149,25 +186,58 @@ def tuned(op: str, itemsize: int, n: int, rows: int) -> tuple[Tiling, str] | Non
     return None
 
 
+def operand_metas(call: Any) -> tuple[list[Any], list[Any]]:
+    """Metas of x, r, w, b, g where each has its own rows, and of a w and b of one row, or None."""
+    t = vars(call.tensors)
+    own = [t["input"], *(t.get(n) for n in ("residual", "scale", "shift", "gate"))]
+    return own, [t.get("weight"), t.get("bias")]
+
+
+def operands_of(call: Any, split: int) -> tuple[list[int], list[Operand]]:
+    """Sizes of the collapsed leading dims, and the operands with strides in elements."""
+    own, shared = operand_metas(call)
+    shape = own[0].shape
+    strides = [None if m is None else broadcast_strides(m, shape) for m in own]
+    sizes, steps = collapse(shape[:split], [s[:split] for s in strides if s is not None])
+    rows = iter(steps)
+    operands = [
+        Operand()
+        if s is None
+        else Operand(tuple(next(rows)) or (0,), column_stride(shape[split:], s[split:]))
+        for s in strides
+    ]
+    for i, meta in enumerate(shared, start=2):
+        if meta is not None:
+            operands[i] = Operand(None, column_stride(meta.shape, meta.stride))
+    return sizes, operands
+
+
+def in_units(operand: Operand, align: int) -> Operand:
+    """The operand with its row strides in units of `align` if it is dense."""
+    if operand.strides is None or operand.stride_n is not None:
+        return operand
+    return Operand(tuple(s // align for s in operand.strides), None)
+
+
 def plan_for(call: Any) -> RowPlan:
-    """The plan of an rms_norm or layer_norm call. ValueError says what the kernel cannot index."""
+    """The plan of a row norm call. ValueError says what the kernel cannot index."""
     x = call.tensors.input
-    split = x.ndim - len(call.params.normalized_shape)
+    split = x.ndim - len(getattr(call.params, "normalized_shape", (0,)))
     n = math.prod(x.shape[split:])
     rows = math.prod(x.shape[:split])
     if n == 0:
         raise ValueError("rows of no elements")
     if max(n, rows) > MAX_INDEX:
         raise ValueError(f"{rows} rows of {n} elements: only {MAX_INDEX} of either fit the index")
-    stride_xn = column_stride(x.shape[split:], x.stride[split:])
-    affine = [call.tensors.weight, getattr(call.tensors, "bias", None)]
-    stride_wn, stride_bn = (None if t is None else column_stride(t.shape, t.stride) for t in affine)
-
-    sizes, strides = collapse(x.shape[:split], x.stride[:split])
-    align = math.gcd(MAX_ALIGN, n, *strides) if stride_xn is None else 1
+    sizes, operands = operands_of(call, split)
+    dense = [o.strides for o in operands if o.strides is not None and o.stride_n is None]
+    align = math.gcd(MAX_ALIGN, n, *(s for strides in dense for s in strides))
     # Batch invariance: the tiling of many rows for any number of them.
     regime = MAX_INDEX if call.policy.batch_invariant else max(rows, 1)
-    found = tuned(call.spec.name, x.dtype.itemsize, n, regime) if stride_xn is None else None
+    found = None
+    if operands[0].stride_n is None:
+        op = call.spec.name.removesuffix("_inplace")
+        found = tuned(op, x.dtype.itemsize, n, regime)
     tiling, source = found or (rule(x.dtype.itemsize, n, regime), "rule")
     covered = n % tiling.block_n == 0 if tiling.head else tiling.chunks * tiling.block_n == n
     return RowPlan(
@@ -178,10 +248,7 @@ def plan_for(call: Any) -> RowPlan:
         align=align,
         even=covered,
         inner_sizes=tuple(sizes[1:]),
-        x_strides=tuple(s // align for s in strides) or (0,),
-        stride_xn=stride_xn,
-        stride_wn=stride_wn,
-        stride_bn=stride_bn,
+        operands=tuple(in_units(o, align) for o in operands),
     )
 
 

@@ -33,6 +33,16 @@ def row_pointers(ptr, rows, inner_sizes, strides, stride_n, ALIGN: tl.constexpr)
 
 
 @triton.jit
+def output_rows(ptr, rows, N, input_rows):
+    """Where an output's rows start: over those of an input where `ptr` is None."""
+    if ptr is None:
+        ptrs = input_rows
+    else:
+        ptrs = ptr + rows.to(tl.int64) * N
+    return ptrs
+
+
+@triton.jit
 def tile_mask(mask_m, cols, N, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Mask [BLOCK_M, BLOCK_N] of the elements that exist; None where all of them do."""
     if not EVEN:
@@ -160,21 +170,22 @@ def head_moments(
 
 @triton.jit
 def write_head(
-    ptrs, steps, blocks, mean, rstd, offset,
+    x_row, r_row, w_row, b_row, g_row, y_row, s_row,
+    stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, stride_yn, stride_sn,
+    blocks, mean, rstd, offset,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
     """The row's first `blocks`, last first: what was read last is the likeliest still in L2.
 
     The sum is stored here and not in the first pass: in place it lies where r is read again.
     """
-    x_row, r_row, w_row, b_row, g_row, y_row, s_row = ptrs
     for i in tl.range(0, blocks, num_stages=STAGES):
         cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        x = load_sum(x_row, r_row, cols, steps[0], steps[1], None, EVICT).to(tl.float32)
-        w = load_whole(w_row, cols, steps[2])
-        b = load_whole(b_row, cols, steps[3])
-        g = load_whole(g_row, cols, steps[4])
+        x = load_sum(x_row, r_row, cols, stride_xn, stride_rn, None, EVICT).to(tl.float32)
+        w = load_whole(w_row, cols, stride_wn)
+        b = load_whole(b_row, cols, stride_bn)
+        g = load_whole(g_row, cols, stride_gn)
         if s_row is not None:
-            store_columns(s_row, cols, steps[6], x, None, STORE_CACHE)
+            store_columns(s_row, cols, stride_sn, x, None, STORE_CACHE)
         y = modulate(x, mean, rstd, w, b, g, offset)
-        store_columns(y_row, cols, steps[5], y, None, STORE_CACHE)
+        store_columns(y_row, cols, stride_yn, y, None, STORE_CACHE)

@@ -96,6 +96,10 @@ def backward_native(
     output_mask: list[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     n = len(stride)
+    if n == 3 and groups > 1 and input.dtype.itemsize == 2:  # torch sums these in 16 bits
+        return backward_reference(
+            grad_out, input, weight, stride, padding, dilation, groups, allow_tf32, output_mask
+        )
     x, even, before = pad_uneven(input, padding)
     batched = input.ndim == n + 2
     if not batched:
@@ -229,6 +233,7 @@ def conv_specs(ndim: int) -> tuple[OpSpec, OpSpec]:
             flops=flops,
             check=check,
             reduction=terms,
+            rounds_at_scale=True,
             autocast="lower",
             doc=f"{ndim}-D convolution.",
         ),

@@ -183,9 +183,11 @@ def backward_native(
     fits = channel_norm_fits(input, weight) and one_dtype(wide(input[:0]), mean, rstd)
     if not training or weight is None or not fits:
         return backward_reference(*args)
-    return torch.ops.aten.native_batch_norm_backward(
-        grad_out, input, weight, None, None, mean, rstd, True, 0.0, output_mask
+    grads = torch.ops.aten.native_batch_norm_backward(  # widened: cuDNN's 16-bit sums are rough
+        wide(grad_out), wide(input), wide(weight), None, None, mean, rstd, True, 0.0, output_mask
     )
+    dtypes = (input.dtype, weight.dtype, weight.dtype)
+    return tuple(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
 
 
 SPEC, BACKWARD = with_backward(

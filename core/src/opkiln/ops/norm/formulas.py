@@ -69,8 +69,11 @@ def saves_wide(input: torch.Tensor) -> bool:
 def channel_norm_fits(input: torch.Tensor, *params: torch.Tensor | None) -> bool:
     """Whether torch's batch norm takes these dtypes and keeps its statistics in float32.
 
-    On a CPU a 16-bit input has float32 statistics only beside float32 parameters.
+    On a CPU a 16-bit input has float32 statistics only beside float32 parameters. On a GPU torch
+    2.11 writes strided running statistics to wrong places, and fails on an empty batch.
     """
+    if input.numel() == 0 or not all(t is None or t.is_contiguous() for t in params):
+        return False
     dtypes = {t.dtype for t in params if t is not None}
     if input.dtype in WIDE:
         return dtypes <= {input.dtype}

@@ -90,7 +90,8 @@ def native(
     eps: float,
 ) -> Any:
     args = (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    rounds = running_mean is not None and running_mean.dtype not in WIDE  # each plane's statistics
+    # torch rounds each plane's statistics to the input's dtype, or to the running statistics'
+    rounds = running_mean is not None and not {running_mean.dtype, input.dtype} <= set(WIDE)
     rounds = rounds or (weight is None and not saves_wide(input))
     if rounds or not channel_norm_fits(input, running_mean, running_var, weight, bias):
         return reference(*args)[0]

@@ -18,7 +18,7 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.common import wide
 from opkiln.ops.derive import with_backward
 from opkiln.ops.pool.window import check_window, pooled, scatter_taps, taps
-from opkiln.spec import FLOAT, Call, OpSpec, OutputSpec, ParamSpec, TensorSpec, is_channels_last
+from opkiln.spec import FLOAT, Call, OpSpec, OutputSpec, ParamSpec, TensorSpec
 
 TORCH: dict[int, Callable[..., Any]] = {
     1: torch.nn.functional.avg_pool1d,
@@ -97,24 +97,25 @@ def backward_native(
     output_mask: list[bool],
     divisor_override: int | None = None,
 ) -> tuple[torch.Tensor]:
-    """torch's kernel for one and two dims; its 3-D one adds atomically, in any order."""
+    """torch's kernel for one and two dims; its 3-D one adds atomically, in any order.
+
+    On widened, contiguous gradients: on a GPU torch sums 16-bit ones in 16 bits, and is wrong for
+    channels_last ones (torch 2.11).
+    """
     n = len(kernel_size)
     window = (kernel_size, stride, padding, ceil_mode, count_include_pad)
-    if n == 3 or is_cpu_half(grad_out):
+    if n == 3:
         return backward_reference(
             grad_out, *window, input_shape, output_mask, divisor_override=divisor_override
         )
+    grad = wide(grad_out).contiguous()
     if n == 1:  # a plane of height 1
-        grad_out = grad_out.unsqueeze(-2)
+        grad = grad.unsqueeze(-2)
         kernel_size, stride, padding = (1, *kernel_size), (1, *stride), (0, *padding)
         input_shape = (*input_shape[:-1], 1, input_shape[-1])
-    layout = torch.channels_last if is_channels_last(grad_out) else torch.contiguous_format
-    input = torch.empty(  # only its shape and layout are read
-        input_shape, dtype=grad_out.dtype, device=grad_out.device, memory_format=layout
-    )
     grad = torch.ops.aten.avg_pool2d_backward(
-        grad_out,
-        input,
+        grad,
+        grad.new_empty(input_shape),  # only its shape is read
         list(kernel_size),
         list(stride),
         list(padding),
@@ -122,7 +123,8 @@ def backward_native(
         count_include_pad,
         divisor_override,
     )
-    return (grad.squeeze(-2) if n == 1 else grad,)
+    grad = grad.squeeze(-2) if n == 1 else grad
+    return (grad.to(grad_out.dtype),)
 
 
 def check(call: Call) -> None:

@@ -1,0 +1,161 @@
+"""What the channel norm kernels share: where a tile lies, loads, sums and moments of a set.
+
+A program works on rows i [BLOCK_M, 1] and cols j [1, BLOCK_N] of outer index o, CHUNKS tiles at a
+time along the cols. See channel_plan for what outer, rows and cols are. Offsets are 64-bit.
+"""
+
+import triton
+import triton.language as tl
+
+from opkiln_norm.row_norm import row_offsets
+
+
+@triton.jit
+def place(unit, row_blocks, ONE_OUTER: tl.constexpr, ROWS: tl.constexpr):
+    """Outer index and first row of a unit of work."""
+    if ONE_OUTER:
+        outer = unit * 0
+        block = unit
+    else:
+        outer = unit // row_blocks
+        block = unit % row_blocks
+    return outer, block * ROWS
+
+
+@triton.jit
+def row_pointers(ptr, outer, i, outer_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointer [BLOCK_M, 1] to the first col of each row."""
+    base = ptr + row_offsets(outer, outer_sizes, steps[0]) * ALIGN
+    if DENSE == 0:
+        rows = base + i
+    else:
+        rows = base + i.to(tl.int64) * steps[1] * ALIGN
+    return rows
+
+
+@triton.jit
+def col_pointers(rows, j, col_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers [BLOCK_M, BLOCK_N] to cols j of the rows."""
+    if DENSE == 1:
+        found = rows + j
+    else:
+        found = rows + row_offsets(j, col_sizes, steps[2]) * ALIGN
+    return found
+
+
+@triton.jit
+def load_tiles(rows, row_ok, first, J, col_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+               EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+               EVICT: tl.constexpr):  # fmt: skip
+    """CHUNKS neighbouring tiles from col `first` on, in their own dtype, 0 where none is."""
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        j = first + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        ptrs = col_pointers(rows, j, col_sizes, steps, DENSE, ALIGN)
+        if EVEN:
+            tile = tl.load(ptrs, eviction_policy=EVICT)
+        else:
+            tile = tl.load(ptrs, mask=row_ok & (j < J), other=0.0, eviction_policy=EVICT)
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def store_tile(rows, tile, row_ok, first, J, col_sizes, steps, DENSE: tl.constexpr,
+               ALIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+               STORE_CACHE: tl.constexpr):  # fmt: skip
+    j = first + tl.arange(0, BLOCK_N)[None, :]
+    ptrs = col_pointers(rows, j, col_sizes, steps, DENSE, ALIGN)
+    tile = tile.to(rows.dtype.element_ty)
+    if EVEN:
+        tl.store(ptrs, tile, cache_modifier=STORE_CACHE)
+    else:
+        tl.store(ptrs, tile, mask=row_ok & (j < J), cache_modifier=STORE_CACHE)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def over_groups(rows, i, per_group):
+    """For each row of [BLOCK_M, 1] the sum over the rows of its group."""
+    group = i // per_group
+    return tl.sum(tl.where(group == tl.trans(group), tl.trans(rows), 0.0), axis=1, keep_dims=True)
+
+
+@triton.jit
+def over_set(tile, i, per_group, POOL: tl.constexpr, SEGMENT: tl.constexpr):
+    """Sum over a set: a scalar if POOL, else [BLOCK_M, 1]."""
+    if POOL:
+        total = tl.sum(tile)
+    else:
+        total = tl.sum(tile, axis=1, keep_dims=True)
+        if SEGMENT:
+            total = over_groups(total, i, per_group)
+    return total
+
+
+@triton.jit
+def channel_of(outer, i, channels, per_group, CHANNEL: tl.constexpr):
+    """Channel of each row [BLOCK_M, 1]; of all, a scalar, where it lies along outer."""
+    if CHANNEL == "outer":
+        channel = outer
+    elif CHANNEL == "row":
+        channel = i % channels
+    else:
+        channel = outer % (channels // per_group) * per_group + i
+    return channel
+
+
+@triton.jit
+def load_channel(ptr, channel, stride, ok, CHANNEL: tl.constexpr):
+    """A per-channel parameter in f32; `default` where it is absent."""
+    if CHANNEL == "outer":
+        value = tl.load(ptr + channel.to(tl.int64) * stride)
+    else:
+        value = tl.load(ptr + channel.to(tl.int64) * stride, mask=ok, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def store_channel(ptr, channel, stride, value, ok, CHANNEL: tl.constexpr):
+    value = value.to(ptr.dtype.element_ty)
+    if CHANNEL == "outer":
+        tl.store(ptr + channel.to(tl.int64) * stride, value)
+    else:
+        tl.store(ptr + channel.to(tl.int64) * stride, value, mask=ok)
+
+
+@triton.jit
+def store_statistic(ptr, value, outer, i, row_ok, stride_outer, stride_row, per_group,
+                    POOL: tl.constexpr, SEGMENT: tl.constexpr):  # fmt: skip
+    """A set's statistic, saved for the backward."""
+    if POOL:
+        tl.store(ptr + outer, value)
+    elif SEGMENT:
+        first = row_ok & (i % per_group == 0)
+        tl.store(ptr + outer.to(tl.int64) * stride_outer + i // per_group, value, mask=first)
+    else:
+        index = outer.to(tl.int64) * stride_outer + i.to(tl.int64) * stride_row
+        tl.store(ptr + index, value, mask=row_ok)
+
+
+@triton.jit
+def item_place(item, first, J, POOL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [BLOCK_M, 1] and first col of a set's tile; a pooled set has bands of rows."""
+    col_blocks = tl.cdiv(J, WIDTH)
+    if POOL:
+        first = item // col_blocks * BLOCK_M
+        item = item % col_blocks
+    return first + tl.arange(0, BLOCK_M)[:, None], item * WIDTH
+
+
+@triton.jit
+def slice_items(items, part, slices):
+    """First and end of the items of slice `part`: equal shares, the rest spread over the slices."""
+    share = items // slices
+    rest = items % slices
+    first = part * share + tl.minimum(part, rest)
+    return first, first + share + (part < rest)

@@ -1,0 +1,199 @@
+"""Pooling with fixed windows over rows that allow 16-byte loads.
+
+out[p, o] = reduce over taps t of x[p, o * STRIDE - PADDING + t * DILATION], p the plane (n, c).
+
+A thread computes V neighbouring outputs of a row. Of every input row under them it loads VECTORS
+aligned 16-byte vectors, and where at most two columns stick out at an end, these alone. Columns
+live in registers as a tuple, so that each is loaded once for all V windows (3x3, stride 2: 1.5 loads
+an output instead of 9), and rows are reduced before columns are.
+"""
+
+import triton
+import triton.language as tl
+
+from opkiln_pool.reducers import combine, compute, explode, follow, identity, implode
+from opkiln_pool.window_taps import divide, first_taps, store_found
+
+
+@triton.jit
+def load_row(row_ptrs, w0, row_mask, size_w, REDUCE: tl.constexpr, F32: tl.constexpr,
+             CHECK_W: tl.constexpr, HEAD: tl.constexpr, FIRST: tl.constexpr,
+             VECTORS: tl.constexpr, TAIL: tl.constexpr, VEC: tl.constexpr,
+             EVICT: tl.constexpr):  # fmt: skip
+    """What a row needs for the outputs of a thread: HEAD [BLOCK], VECTORS [BLOCK, VEC], TAIL.
+
+    row_ptrs [BLOCK]: column w0 of the row, w0 a multiple of VEC. The first vector starts at column
+    w0 + FIRST * VEC, the head just before it, the tail after the last.
+    """
+    other = identity(REDUCE)
+    pieces = ()
+    for i in tl.static_range(HEAD):
+        column = FIRST * VEC - HEAD + i
+        mask = row_mask & (w0 + column >= 0) if FIRST <= 0 else row_mask
+        x = tl.load(row_ptrs + column, mask=mask, other=other, eviction_policy=EVICT)
+        pieces = pieces + (compute(x, F32),)
+    for i in tl.static_range(VECTORS):
+        column = (FIRST + i) * VEC
+        mask = row_mask
+        if FIRST + i < 0:
+            mask = mask & (w0 + column >= 0)
+        if CHECK_W:
+            mask = mask & (w0 + column < size_w)
+        ptrs = (row_ptrs + column)[:, None] + tl.arange(0, VEC)[None, :]
+        x = tl.load(ptrs, mask=mask[:, None], other=other, eviction_policy=EVICT)
+        pieces = pieces + (compute(x, F32),)
+    for i in tl.static_range(TAIL):
+        column = (FIRST + VECTORS) * VEC + i
+        mask = row_mask & (w0 + column < size_w) if CHECK_W else row_mask
+        x = tl.load(row_ptrs + column, mask=mask, other=other, eviction_policy=EVICT)
+        pieces = pieces + (compute(x, F32),)
+    return pieces
+
+
+@triton.jit
+def columns_of(pieces, BLOCK: tl.constexpr, HEAD: tl.constexpr, VECTORS: tl.constexpr,
+               TAIL: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """The pieces of a row as one tuple of columns [BLOCK]."""
+    columns = ()
+    for i in tl.static_range(HEAD):
+        columns = columns + (pieces[i],)
+    for i in tl.static_range(VECTORS):
+        columns = columns + explode(pieces[HEAD + i], BLOCK, VEC)
+    for i in tl.static_range(TAIL):
+        columns = columns + (pieces[HEAD + VECTORS + i],)
+    return columns
+
+
+@triton.jit
+def merge(a, b, REDUCE: tl.constexpr, N: tl.constexpr):
+    """Two rows of N pieces reduced to one."""
+    pieces = ()
+    for i in tl.static_range(N):
+        pieces = pieces + (combine(a[i], b[i], REDUCE),)
+    return pieces
+
+
+@triton.jit
+def reduce_columns(columns, REDUCE: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
+                   DILATION: tl.constexpr, SKIP: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """V windows over columns that are reduced along every other dim. SKIP: columns before them."""
+    outs = ()
+    for v in tl.static_range(V):
+        best = columns[SKIP + v * STRIDE]
+        for k in tl.static_range(1, K):
+            best = combine(best, columns[SKIP + v * STRIDE + k * DILATION], REDUCE)
+        outs = outs + (best,)
+    return outs
+
+
+@triton.jit
+def follow_row(bests, ats, columns, tap, K: tl.constexpr, STRIDE: tl.constexpr,
+               DILATION: tl.constexpr, SKIP: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """Argmax of V windows continued over one more row, whose first tap has number `tap`."""
+    new_bests = ()
+    new_ats = ()
+    for v in tl.static_range(V):
+        best = bests[v]
+        at = ats[v]
+        for k in tl.static_range(K):
+            best, at = follow(best, at, columns[SKIP + v * STRIDE + k * DILATION], tap + k)
+        new_bests = new_bests + (best,)
+        new_ats = new_ats + (at,)
+    return new_bests, new_ats
+
+
+@triton.jit(do_not_specialize=["items"])
+def patch_kernel(
+    x_ptr, out_ptr, index_ptr, offset_ptr,  # the last two None where absent
+    sizes, outs, channels, strides, items, scale,  # strides (n, c, d, h), in units of VEC
+    SHAPE: tl.constexpr, REDUCE: tl.constexpr, F32: tl.constexpr, KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, CHECK: tl.constexpr,
+    CAN_MISS: tl.constexpr, DIVISOR: tl.constexpr, HEAD: tl.constexpr, FIRST: tl.constexpr,
+    VECTORS: tl.constexpr, TAIL: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EVICT: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Grid: cdiv(items, BLOCK) programs; an item is V outputs of a row, fewer at the row's end.
+
+    SHAPE: None, or (sizes, outs, strides) as constants. CHECK: for each dim, whether a tap may lie
+    outside the input (along w: past its end). EVEN: V divides the row. WIDE: 64-bit offsets.
+    """
+    if SHAPE is not None:
+        sizes = SHAPE[0]
+        outs = SHAPE[1]
+        strides = SHAPE[2]
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if WIDE:
+        item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = item < items
+    chunks = (outs[2] + V - 1) // V
+    chunk = item % chunks
+    row = item // chunks
+    oh = row % outs[1]
+    od = row // outs[1] % outs[0]
+    n = row // (outs[1] * outs[0])
+    c = n * 0
+    if channels is not None:
+        c = n % channels
+        n = n // channels
+    d0 = od * STRIDE[0] - PADDING[0]
+    h0 = oh * STRIDE[1] - PADDING[1]
+    w0 = chunk * (V * STRIDE[2])
+    base = n * strides[0] + c * strides[1] + d0 * strides[2] + h0 * strides[3]
+    x_ptrs = x_ptr + (base + chunk * (V * STRIDE[2] // VEC)) * VEC
+
+    KD: tl.constexpr = KERNEL[0]
+    KH: tl.constexpr = KERNEL[1]
+    KW: tl.constexpr = KERNEL[2]
+    SKIP: tl.constexpr = HEAD - FIRST * VEC - PADDING[2]
+    PIECES: tl.constexpr = HEAD + VECTORS + TAIL
+    DTYPE: tl.constexpr = tl.float32 if F32 else x_ptr.dtype.element_ty
+    pieces = ()
+    bests = ()
+    ats = ()
+    if REDUCE == "argmax":
+        for v in tl.static_range(V):
+            starts = (d0, h0, w0 + (v * STRIDE[2] - PADDING[2]))
+            bests = bests + (tl.full([BLOCK], float("-inf"), DTYPE),)
+            ats = ats + (first_taps(starts, KERNEL, DILATION, PADDING).to(tl.int32),)
+    for kd in tl.static_range(KD):
+        for kh in tl.static_range(KH):
+            row_mask = mask
+            if CHECK[0]:
+                d = d0 + kd * DILATION[0]
+                row_mask = row_mask & (d >= 0) & (d < sizes[0])
+            if CHECK[1]:
+                h = h0 + kh * DILATION[1]
+                row_mask = row_mask & (h >= 0) & (h < sizes[1])
+            step = (kd * DILATION[0] * strides[2] + kh * DILATION[1] * strides[3]) * VEC
+            found = load_row(x_ptrs + step, w0, row_mask, sizes[2], REDUCE, F32, CHECK[2], HEAD,
+                             FIRST, VECTORS, TAIL, VEC, EVICT)  # fmt: skip
+            if REDUCE == "argmax":
+                columns = columns_of(found, BLOCK, HEAD, VECTORS, TAIL, VEC)
+                bests, ats = follow_row(bests, ats, columns, (kd * KH + kh) * KW, KW, STRIDE[2],
+                                        DILATION[2], SKIP, V)  # fmt: skip
+            elif kd + kh == 0:
+                pieces = found
+            else:
+                pieces = merge(pieces, found, REDUCE, PIECES)
+    if REDUCE != "argmax":
+        columns = columns_of(pieces, BLOCK, HEAD, VECTORS, TAIL, VEC)
+        bests = reduce_columns(columns, REDUCE, KW, STRIDE[2], DILATION[2], SKIP, V)
+
+    lanes = tl.arange(0, V)[None, :]
+    if EVEN:
+        places = item[:, None] * V + lanes
+        mask = tl.broadcast_to(mask[:, None], [BLOCK, V])
+    else:
+        ow = chunk[:, None] * V + lanes
+        places = row[:, None] * outs[2] + ow
+        mask = mask[:, None] & (ow < outs[2])
+    best = implode(bests, BLOCK, V)
+    starts = (d0[:, None], h0[:, None], w0[:, None] + (lanes * STRIDE[2] - PADDING[2]))
+    if REDUCE == "avg":
+        best = divide(best, starts, starts, sizes, scale, KERNEL, PADDING, DIVISOR)
+    out = best.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places, out, mask=mask, cache_modifier=CACHE)
+    if REDUCE == "argmax":
+        store_found(index_ptr, offset_ptr, implode(ats, BLOCK, V), starts, sizes, places, mask,
+                    KERNEL, DILATION, CAN_MISS, CACHE)  # fmt: skip
