@@ -36,7 +36,7 @@ class CatalogueError(ValueError):
 
 @dataclass(frozen=True)
 class TensorRow:
-    """Shape, dtype (short name), fill: normal, positive, arange, a number or a list of values."""
+    """Shape, dtype (short name), fill: how it is filled (see inputs.py), a number or a list."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -13,7 +13,25 @@ from opkiln_bench.catalogue import TORCH_NAMES, CatalogueError, Row, TensorRow
 def make_inputs(row: Row, device: torch.device) -> dict[str, torch.Tensor]:
     """Tensor name -> tensor. Seeded by the row's name, so that every run sees the same data."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(str(row).encode()))
-    return {name: _filled(t, device, generator) for name, t in row.tensors.items()}
+    made: dict[str, torch.Tensor] = {}
+    for name, spec in row.tensors.items():
+        of_input = STATISTICS.get(spec.fill) if isinstance(spec.fill, str) else None
+        made[name] = of_input(made["input"]) if of_input else _filled(spec, device, generator)
+    return made
+
+
+def channel_mean(x: torch.Tensor) -> torch.Tensor:
+    """What a training forward saves: the mean of each channel, in float32."""
+    return x.mean([0, *range(2, x.ndim)], dtype=torch.float32)
+
+
+def channel_rstd(x: torch.Tensor) -> torch.Tensor:
+    """What a training forward saves: 1 / sqrt(variance + 1e-5) of each channel, in float32."""
+    dims = [0, *range(2, x.ndim)]
+    return torch.rsqrt(torch.var(x.float(), dims, correction=0) + 1e-5)
+
+
+STATISTICS = {"channel_mean": channel_mean, "channel_rstd": channel_rstd}
 
 
 def _filled(spec: TensorRow, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -29,4 +47,7 @@ def _filled(spec: TensorRow, device: torch.device, generator: torch.Generator) -
         return torch.tensor(fill, dtype=dtype, device=device)
     if isinstance(fill, int | float):
         return torch.full(spec.shape, fill, dtype=dtype, device=device)
-    raise CatalogueError(f"unknown fill {fill!r}: normal, positive, arange, a number or a list")
+    raise CatalogueError(
+        f"unknown fill {fill!r}: normal, positive, arange, "
+        f"{', '.join(STATISTICS)}, a number or a list"
+    )

@@ -104,7 +104,7 @@ class Sweep:
         entry = self._entry(row, subject, entries) | {"clocks": clocks}
         del subject, ready
         with self.phase("freeing"):
-            self._free(row)
+            self._free()
         return entry
 
     def _enter(
@@ -215,8 +215,11 @@ class Sweep:
             "backends": backends,
         }
 
-    def _free(self, row: Row) -> None:
-        """Give large blocks back, so that the next row finds the memory whole."""
-        if self.device.type == "cuda" and row.input_bytes > 1 << 28:
+    def _free(self) -> None:
+        """Give cached blocks back where the next row may need them: above half of the memory."""
+        if self.device.type != "cuda":
+            return
+        free, total = torch.cuda.mem_get_info(self.device)
+        if free < total / 2:
             gc.collect()
             torch.cuda.empty_cache()

@@ -43,15 +43,11 @@ def recorded(out: list[Activity]) -> Iterator[None]:
     """Append the device activity of the block to `out`."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        # acc_events=True would silence it too, and builds a Python object an event: 50 ms a row
+        # acc_events=True would silence it too, and make a Python object of every event
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
-        session = profile(activities=[ProfilerActivity.CUDA])
-        session.start()
-    try:
-        yield
-        torch.cuda.synchronize()
-    finally:
-        session.stop()
+        with profile(activities=[ProfilerActivity.CUDA]) as session:
+            yield
+            torch.cuda.synchronize()
     for event in session.profiler.kineto_results.events():
         # torch.compile's regions are mirrored onto the device as annotations: records, not work
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():

@@ -1,11 +1,87 @@
-"""What this family registers as backend `opkiln`: nothing yet, so torch serves its ops."""
+"""Registers the kernels of FFT, MHC and top-k as backend `opkiln`. Imports no kernel."""
 
+import functools
+import importlib.util
+import os
+from importlib import metadata
+from typing import Any
+
+import torch
+from opkiln.device import cuda
 from opkiln.hookspecs import hookimpl
-from opkiln.registry import Implementation
+from opkiln.registry import Implementation, Prepare, Refusal
+from opkiln.spec import Call
 
 OPKILN_API = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRAITS = frozenset({"deterministic", "batch_invariant"})
+EXTRA = "opkiln-misc[cu13]"  # brings NVRTC and what launches its kernels
+
+
+@functools.cache
+def triton_refusal(device: torch.device) -> Refusal | None:
+    """Why Triton kernels do not run on `device`."""
+    if importlib.util.find_spec("triton") is None:
+        return Refusal("triton is not installed: pip install 'triton>=3.6'")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
+    return None
+
+
+def cuda_refusal(device: torch.device) -> Refusal | None:
+    """Why the CUDA C++ kernels do not run on `device`."""
+    reason = cuda.why_not(device, EXTRA)
+    return None if reason is None else Refusal(reason)
+
+
+def supports_mhc_post(call: Call) -> Refusal | None:
+    res, layer = call.tensors.x_res, call.tensors.x_layer_out
+    if res.dtype not in DTYPES:
+        return Refusal(f"serves float16, bfloat16 and float32, x_res is {res.dtype}")
+    if res.shape[1] > 2**31 - 2**12 or call.tensors.h_post.shape[1] > 65535:
+        return Refusal(f"rows of {res.shape[1]} elements do not fit its 32-bit columns")
+    if layer.shape[1] > 65535 * 256:
+        return Refusal(f"serves up to {65535 * 256} columns a stream, not {layer.shape[1]}")
+    return triton_refusal(call.device)
+
+
+def supports_mhc_pre(call: Call) -> Refusal | None:
+    from opkiln_misc.mhc_pre import plan_for
+
+    if call.tensors.x.dtype not in DTYPES:
+        return Refusal(f"serves float16, bfloat16 and float32, x is {call.tensors.x.dtype}")
+    try:
+        plan_for(call)
+    except ValueError as error:
+        return Refusal(str(error))
+    return cuda_refusal(call.device)
+
+
+def load_mhc_post() -> Prepare:
+    from opkiln_misc.mhc_post import prepare
+
+    return prepare
+
+
+def load_mhc_pre() -> Prepare:
+    from opkiln_misc.mhc_pre import prepare
+
+    return prepare
 
 
 @hookimpl
-def opkiln_implementations() -> list[Implementation]:
-    return []
+def opkiln_implementations() -> list[Any]:
+    version = metadata.version("opkiln-misc")
+    found = (
+        ("mhc_post", supports_mhc_post, load_mhc_post),
+        ("mhc_pre", supports_mhc_pre, load_mhc_pre),
+    )
+    return [
+        Implementation(op, "opkiln", version, 1, supports, loader, priority=10, traits=TRAITS)
+        for op, supports, loader in found
+    ]

@@ -30,7 +30,7 @@ from opkiln_norm.channel_tile import (
 
 
 @triton.jit
-def merge_tiles(n, mean, moment, x, row_ok, first, J, PACKED: tl.constexpr, EVEN: tl.constexpr,
+def merge_tiles(n, mean, moment, x, row_ok, first, J, EVEN: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """Chan's merge, lane by lane: the tiles x into the n values seen before."""
     new = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
@@ -64,7 +64,7 @@ def merge_tiles(n, mean, moment, x, row_ok, first, J, PACKED: tl.constexpr, EVEN
 
 
 @triton.jit
-def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, units, x_steps, outer_sizes,
+def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_steps, outer_sizes,
                   col_sizes, I, J, X_DENSE: tl.constexpr, POOL: tl.constexpr, EVEN: tl.constexpr,
                   ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
@@ -92,7 +92,7 @@ def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, units, x
     delta = mean - slice_mean
     slice_moment = over_set(moment + lanes * delta * delta, local, 1, POOL, False)
     ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, I, POOL, ROWS)
-    step = units * slices.to(tl.int64)
+    step = sets * slices.to(tl.int64)
     for k in tl.static_range(3):
         value = (count, slice_mean, slice_moment)[k]
         if POOL:
@@ -129,3 +129,185 @@ def merge_slices(ws_ptr, outer, i, local, slices, sets, I, count, per_group, POO
     mean = over_set(n * means, i, per_group, POOL, SEGMENT) / count
     delta = means - mean
     return mean, over_set(moments + n * delta * delta, i, per_group, POOL, SEGMENT)
+
+
+@triton.jit
+def moments_kernel(
+    x_ptr, ws_ptr, x_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, slices, items,
+    sets, X_DENSE: tl.constexpr, POOL: tl.constexpr, ONE_OUTER: tl.constexpr, EVEN: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_I: tl.constexpr, ALIGN_J: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Grid: outer * row_blocks * slices programs."""
+    outer, first_row = place(tl.program_id(0) // slices, row_blocks, ONE_OUTER, ROWS)
+    slice_moments(
+        x_ptr, ws_ptr, outer, first_row, tl.program_id(0) % slices, slices, items, sets, x_steps,
+        outer_sizes, col_sizes, i_units * ALIGN_I, j_units * ALIGN_J,
+        X_DENSE, POOL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS, EVICT,
+    )  # fmt: skip
+
+
+@triton.jit
+def apply_slice(
+    x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
+    outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes, col_sizes, I, J,
+    channels, per_group, stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b,
+    count, eps, momentum, GIVEN: tl.constexpr, SLICES: tl.constexpr,
+    X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
+    CHANNEL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Normalize slice `part` of a set, its last tile first; part 0 writes the statistics.
+
+    GIVEN: the running statistics serve, a row is a plane, and the saved ones are of the first
+    sample's planes where stat_outer says so.
+    """
+    local = tl.arange(0, BLOCK_M)[:, None]
+    i = first_row + local
+    row_ok = (i < I) & (local < ROWS)
+    channel = channel_of(outer, i, channels, per_group, CHANNEL)
+    w = load_optional(w_ptr, channel, stride_w, row_ok, CHANNEL)
+    b = load_optional(b_ptr, channel, stride_b, row_ok, CHANNEL)
+    old_mean = load_optional(rm_ptr, channel, stride_rm, row_ok, CHANNEL)
+    old_var = load_optional(rv_ptr, channel, stride_rv, row_ok, CHANNEL)
+    if GIVEN:
+        mean = old_mean
+        moment = old_var
+        rstd = tl.rsqrt(old_var + eps)
+    else:
+        mean, moment = merge_slices(
+            ws_ptr, outer, i, local, slices, sets, I, count, per_group, POOL, SEGMENT, ROWS, SLICES
+        )
+        rstd = tl.rsqrt(moment / count + eps)
+    if part == 0:
+        save_statistics(
+            mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat_outer,
+            stat_row, per_group, POOL, SEGMENT,
+        )  # fmt: skip
+        if rm_ptr is not None and not GIVEN:
+            var = moment / (count - 1)
+            move_running(rm_ptr, old_mean, channel, stride_rm, mean, momentum, row_ok, CHANNEL)
+            move_running(rv_ptr, old_var, channel, stride_rv, var, momentum, row_ok, CHANNEL)
+
+    start, end = slice_items(items, part, slices)
+    for k in tl.range(start, end):
+        i, first = item_place(end - 1 - (k - start), first_row, J, POOL, BLOCK_M, BLOCK_N * CHUNKS)
+        row_ok = (i < I) & (local < ROWS)
+        if CHANNEL == "group":  # of this band of rows
+            channel = channel_of(outer, i, channels, per_group, CHANNEL)
+            w = load_optional(w_ptr, channel, stride_w, row_ok, CHANNEL)
+            b = load_optional(b_ptr, channel, stride_b, row_ok, CHANNEL)
+        x_rows = row_pointers(x_ptr, outer, i, outer_sizes, x_steps, X_DENSE, ALIGN)
+        x = load_tiles(
+            x_rows, row_ok, first, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS,
+            EVICT,
+        )  # fmt: skip
+        y_rows = row_pointers(y_ptr, outer, i, outer_sizes, y_steps, Y_DENSE, ALIGN)
+        write_tiles(
+            x, y_rows, row_ok, first, J, mean, rstd, w, b, col_sizes, y_steps,
+            Y_DENSE, False, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
+        )  # fmt: skip
+
+
+@triton.jit
+def apply_kernel(
+    x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
+    x_steps, y_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels, per_group,
+    stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum,
+    slices, items, sets, GIVEN: tl.constexpr, SLICES: tl.constexpr,
+    X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
+    CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_I: tl.constexpr, ALIGN_J: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Grid: outer * row_blocks * slices programs, the last slice first: what moments_kernel read
+    last is the likeliest still in L2.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    outer, first_row = place(program // slices, row_blocks, ONE_OUTER, ROWS)
+    apply_slice(
+        x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
+        outer, first_row, program % slices, slices, items, sets, x_steps, y_steps, outer_sizes,
+        col_sizes, i_units * ALIGN_I, j_units * ALIGN_J, channels, per_group, stat_outer, stat_row,
+        stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum, GIVEN, SLICES,
+        X_DENSE, Y_DENSE, POOL, SEGMENT, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS,
+        EVICT, STORE_CACHE,
+    )  # fmt: skip
+
+
+@triton.jit
+def announce(counters_ptr, unit):
+    """Tell the other programs that this one has written its slice of a unit's workspace."""
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    tl.atomic_add(counters_ptr + unit, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for_all(counters_ptr, unit, programs):
+    """Until all programs have announced a unit. They run at once: the launch is cooperative."""
+    arrived = tl.atomic_add(counters_ptr + unit, 0, sem="acquire", scope="gpu")
+    while arrived < programs:
+        arrived = tl.atomic_add(counters_ptr + unit, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def stream_kernel(
+    x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
+    x_steps, y_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels, per_group,
+    stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum,
+    slices, items, sets, counters_ptr, units, GIVEN: tl.constexpr, SLICES: tl.constexpr,
+    X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
+    CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_I: tl.constexpr, ALIGN_J: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Grid: `slices` programs, all resident (a cooperative launch). Each takes its slice of every
+    unit in turn: the moments of unit k, then the result of unit k - 1, whose moments the others
+    have had a unit's time to write. counters [units] starts at 0.
+    """
+    I = i_units * ALIGN_I  # noqa: E741
+    J = j_units * ALIGN_J
+    part = tl.program_id(0)
+    for unit in tl.range(0, units + 1):
+        if unit < units:
+            outer, first_row = place(unit, row_blocks, ONE_OUTER, ROWS)
+            slice_moments(
+                x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_steps, outer_sizes,
+                col_sizes, I, J, X_DENSE, POOL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS,
+                "evict_last",
+            )  # fmt: skip
+            announce(counters_ptr, unit)
+        if unit > 0:
+            wait_for_all(counters_ptr, unit - 1, slices)
+            outer, first_row = place(unit - 1, row_blocks, ONE_OUTER, ROWS)
+            apply_slice(
+                x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
+                outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes,
+                col_sizes, I, J, channels, per_group, stat_outer, stat_row, stride_rm, stride_rv,
+                stride_w, stride_b, count, eps, momentum, GIVEN, SLICES, X_DENSE, Y_DENSE, POOL,
+                SEGMENT, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS, "evict_first",
+                STORE_CACHE,
+            )  # fmt: skip
+
+
+@triton.jit
+def average_kernel(mean_ptr, moment_ptr, rm_ptr, rv_ptr, stride_rm, stride_rv, N, C, count,
+                   momentum, BLOCK: tl.constexpr):  # fmt: skip
+    """Running statistics from those of N instances of each of C channels, averaged over N."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = c < C
+    mean = tl.full([BLOCK], 0.0, tl.float32)
+    moment = tl.full([BLOCK], 0.0, tl.float32)
+    for n in tl.range(0, N):
+        index = n.to(tl.int64) * C + c
+        mean += tl.load(mean_ptr + index, mask=ok, other=0.0)
+        moment += tl.load(moment_ptr + index, mask=ok, other=0.0)
+    old_mean = load_channel(rm_ptr, c, stride_rm, ok, "row")
+    old_var = load_channel(rv_ptr, c, stride_rv, ok, "row")
+    var = moment / N / (count - 1)
+    move_running(rm_ptr, old_mean, c, stride_rm, mean / N, momentum, ok, "row")
+    move_running(rv_ptr, old_var, c, stride_rv, var, momentum, ok, "row")

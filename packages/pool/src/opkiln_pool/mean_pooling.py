@@ -48,10 +48,12 @@ def mean_kernel(
     BLOCK_N: tl.constexpr, STEP: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (cdiv(N, BLOCK_N), B * chunks). N = H * D. FLAT: the columns are one dense stretch."""
-    chunk = tl.program_id(1) % chunks
-    batch = tl.program_id(1) // chunks
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid: B * chunks * cdiv(N, BLOCK_N). N = H * D. FLAT: the columns are one dense stretch."""
+    blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    row = tl.program_id(0) // blocks
+    chunk = row % chunks
+    batch = row // chunks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = cols < N
     if offsets_ptr is not None:
         first, length = find_chunk(offsets_ptr, stride_o, sequences, chunk, chunk_size, BLOCK_S)
@@ -74,7 +76,7 @@ def mean_kernel(
         ptrs = x_ptrs[None, :] + (t + steps).to(tl.int64) * stride_t * ALIGN
         total += tl.load(ptrs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     mean = tl.sum(total, 0) / tl.maximum(length, 1).to(tl.float32)
-    out_ptrs = out_ptr + tl.program_id(1).to(tl.int64) * N + cols
+    out_ptrs = out_ptr + row.to(tl.int64) * N + cols
     tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=mask_n)
 
 

@@ -20,6 +20,8 @@ constexpr int GATES = N * N + N;                 // res, then pre
 
 using PhiVector = Vector<float, PHI_VECTOR>;
 using XVector = Vector<T, X_VECTOR>;
+constexpr int QUAD = X_VECTOR < 4 ? X_VECTOR : 4;  // floats of shared memory at once
+using Quad = Vector<float, QUAD>;
 
 struct Streams {  // this CTA's columns [begin, begin + width) of each stream; k counts all N * width
     i64 columns;
@@ -53,8 +55,14 @@ DEVICE void stage_x(float* streams, const T* x, const Streams& s, int rows, i64 
             if (X_VECTOR > 1) v = *reinterpret_cast<const XVector*>(from + s.index(k));
             else v.at[0] = from[s.index(k) * stride_xk];
         }
+        Quad* to = reinterpret_cast<Quad*>(streams + row * N * s.width + k);
 #pragma unroll
-        for (int e = 0; e < X_VECTOR; ++e) streams[row * N * s.width + k + e] = to_float(v.at[e]);
+        for (int e = 0; e < X_VECTOR; e += QUAD) {
+            Quad wide;
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i) wide.at[i] = to_float(v.at[e + i]);
+            to[e / QUAD] = wide;
+        }
     }
 }
 
@@ -134,9 +142,13 @@ DEVICE void mix_streams(const float* streams, const float* gates, T* x_res, T* x
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             const float gate = gates[row * GATES + i * N + j];
-            const float* from = streams + (row * N + j) * s.width + column;
+            const Quad* from = reinterpret_cast<const Quad*>(streams + (row * N + j) * s.width + column);
 #pragma unroll
-            for (int e = 0; e < X_VECTOR; ++e) sum[e] += gate * from[e];
+            for (int e = 0; e < X_VECTOR; e += QUAD) {
+                const Quad wide = from[e / QUAD];
+#pragma unroll
+                for (int i = 0; i < QUAD; ++i) sum[e + i] += gate * wide.at[i];
+            }
         }
         XVector v;
 #pragma unroll
@@ -162,13 +174,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) mhc_pre(
     const int first = step < STEP ? step : N * s.width;  // threads left over have no row
     const i64 row = blockIdx.x / CLUSTER * static_cast<i64>(ROWS);
     const int rows = static_cast<int>(batch - row < ROWS ? batch - row : ROWS);
-    float* sums = reinterpret_cast<float*>(dynamic_shared());
+    float* streams = reinterpret_cast<float*>(dynamic_shared());
+    float* sums = streams + ROWS * N * most_width;
     float* h = sums + CLUSTER * ROWS * SUMS;
     float* bias = h + ROWS * SUMS;
     float* gates = bias + M;
     float* squares = gates + ROWS * GATES;
     float* products = squares + ROWS * STEP;
-    float* streams = products + ROWS * STEP * M;
     const float own_bias = threadIdx.x < M ? b[threadIdx.x * stride_b] : 0;
     float sum[ROWS][PHI_VECTOR] = {};
     float square[ROWS] = {};

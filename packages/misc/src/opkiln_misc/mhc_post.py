@@ -1,0 +1,82 @@
+"""mhc_post: x_out[b, i, :] = h_post[b, i] * x_layer_out[b, :] + x_res[b, i, :] for each stream i.
+
+x_layer_out [B, C], x_res [B, N * C] f16, bf16 or f32 with any strides, h_post [B, N] f32; x_out
+[B, N * C] contiguous. f32 arithmetic. One program: BLOCK_C columns of one stream of one row.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mhc_post_kernel(
+    layer_ptr, h_ptr, res_ptr, out_ptr,
+    c_units, stride_lb, stride_lc, stride_hb, stride_hn, stride_rb, stride_rc,
+    N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, N, cdiv(C, BLOCK_C)). C = c_units * ALIGN and the row strides in units of ALIGN, so
+    that the compiler knows what they are divisible by; a column stride of None means dense.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    C = c_units * ALIGN
+    offs_c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    layer_offs = offs_c
+    res_offs = stream * C + offs_c
+    if stride_lc is not None:
+        layer_offs = layer_offs.to(tl.int64) * stride_lc
+    if stride_rc is not None:
+        res_offs = res_offs.to(tl.int64) * stride_rc
+    res = tl.load(res_ptr + row * stride_rb * ALIGN + res_offs, mask=mask_c)
+    layer = tl.load(layer_ptr + row * stride_lb * ALIGN + layer_offs, mask=mask_c)
+    h = tl.load(h_ptr + row * stride_hb + stream * stride_hn)
+    out = h * layer.to(tl.float32) + res.to(tl.float32)
+    out_ptrs = out_ptr + row * N * C + stream * C + offs_c
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_c)
+
+
+def layout(call: Any) -> tuple[int, list[int | None]]:
+    """ALIGN, and the kernel's size and stride arguments."""
+    layer, h, res = (call.tensors.x_layer_out, call.tensors.h_post, call.tensors.x_res)
+    columns = layer.shape[1]
+    dense = [m.stride[1] == 1 for m in (layer, res)]
+    align = math.gcd(16, columns, layer.stride[0], res.stride[0]) if all(dense) else 1
+    column_strides = [None if all(dense) else m.stride[1] for m in (layer, res)]
+    return align, [
+        columns // align,
+        layer.stride[0] // align,
+        column_strides[0],
+        *h.stride,
+        res.stride[0] // align,
+        column_strides[1],
+    ]
+
+
+def prepare(call: Any, block_c: int = 256, num_warps: int = 1) -> Callable[..., torch.Tensor]:
+    """Plan once; the result allocates and launches. A vector a thread: latency is all there is."""
+    batch, streams = call.tensors.h_post.shape
+    columns = call.tensors.x_layer_out.shape[1]
+    align, sizes = layout(call)
+    grid = (batch, streams, triton.cdiv(columns, block_c))
+    fixed = (*sizes, streams, align, block_c)
+    (meta,) = call.outputs
+    compiled: Callable[..., Any] | None = None
+
+    def launch(layer: torch.Tensor, h: torch.Tensor, res: torch.Tensor) -> torch.Tensor:
+        nonlocal compiled
+        out = meta.empty()
+        if compiled is not None:
+            compiled(layer, h, res, out, *fixed)
+        else:
+            kernel = mhc_post_kernel[grid](layer, h, res, out, *fixed, num_warps=num_warps)
+            # The plan fixes all that Triton chooses a binary by. The interpreter has none.
+            compiled = kernel[grid] if kernel is not None else None
+        return out
+
+    return launch
