@@ -74,10 +74,10 @@ def against_reference(
         metas = [(tuple(t.shape), t.dtype) for t in found[: len(expected_metas)]]
         if metas != expected_metas:
             tallies[backend].reason = f"shapes and dtypes {metas}, expected {expected_metas}"
+    first = subject.tensors[0]
+    assert first is not None
     for cut in slices(subject):
         expected = reference_of(subject, cut)
-        first = subject.tensors[0]
-        assert first is not None
         for backend, found in outputs.items():
             if not tallies[backend].reason:
                 for name, out, ref in zip(names, found, expected, strict=False):

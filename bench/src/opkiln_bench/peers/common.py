@@ -38,13 +38,22 @@ def peer(
     ]
 
 
+def on_gpu(call: Call) -> Refusal | None:
+    """Contiguous CUDA tensors, forward only."""
+    if call.device.type != "cuda":
+        return Refusal("needs a CUDA GPU")
+    if not all(t is None or t.is_contiguous for t in vars(call.tensors).values()):
+        return Refusal("takes contiguous tensors")
+    return inference_only(call)
+
+
 def rows_only(*needed: str, dtypes: tuple[torch.dtype, ...] = ()) -> Supports:
     """For row norms: contiguous CUDA tensors, one normalized dim, these tensors present."""
 
     def supports(call: Call) -> Refusal | None:
         tensors = vars(call.tensors)
         if call.device.type != "cuda":
-            return Refusal("needs a CUDA GPU")
+            return on_gpu(call)
         if len(call.params.normalized_shape) != 1:
             return Refusal("takes one normalized dim")
         for name in needed:
@@ -52,9 +61,7 @@ def rows_only(*needed: str, dtypes: tuple[torch.dtype, ...] = ()) -> Supports:
                 return Refusal(f"needs {name}")
         if dtypes and call.tensors.input.dtype not in dtypes:
             return Refusal("takes " + " and ".join(str(d).removeprefix("torch.") for d in dtypes))
-        if not all(t is None or t.is_contiguous for t in tensors.values()):
-            return Refusal("takes contiguous tensors")
-        return inference_only(call)
+        return on_gpu(call)
 
     return supports
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from opkiln.registry import Implementation, Launch, Prepare, Refusal, inference_only
+from opkiln.registry import Implementation, Launch, Prepare, Refusal
 from opkiln.spec import Call
 
-from opkiln_bench.peers.common import on_copies, peer, rows_only
+from opkiln_bench.peers.common import even_padding, on_copies, on_gpu, peer, rows_only
 
 
 def implementations() -> list[Implementation]:
@@ -21,25 +21,30 @@ def implementations() -> list[Implementation]:
             "rms_norm": (rows_only("weight"), load_rms_norm),
             "layer_norm": (rows_only(), load_layer_norm),
             "fused_add_rms_norm": (rows_only("weight"), load_fused_add_rms_norm),
-            "group_norm": (contiguous_on_cuda, load_group_norm),
+            "group_norm": (on_gpu, load_group_norm),
             "batch_norm": (with_running_statistics, load_batch_norm),
-            "instance_norm": (contiguous_on_cuda, load_instance_norm),
+            "instance_norm": (on_gpu, load_instance_norm),
+            "batch_norm_backward": (one_dtype, load_batch_norm_backward),
+            "conv1d": (even_padding, load_conv(1)),
+            "conv2d": (even_padding, load_conv(2)),
+            "conv3d": (even_padding, load_conv(3)),
         },
     )
-
-
-def contiguous_on_cuda(call: Call) -> Refusal | None:
-    if call.device.type != "cuda":
-        return Refusal("needs a CUDA GPU")
-    if not all(t is None or t.is_contiguous for t in vars(call.tensors).values()):
-        return Refusal("takes contiguous tensors")
-    return inference_only(call)
 
 
 def with_running_statistics(call: Call) -> Refusal | None:
     if call.tensors.running_mean is None:
         return Refusal("writes its input where running statistics are absent")
-    return contiguous_on_cuda(call)
+    return on_gpu(call)
+
+
+def one_dtype(call: Call) -> Refusal | None:
+    t, p = call.tensors, call.params
+    if t.weight is None or t.weight.dtype != t.input.dtype:
+        return Refusal("returns weight gradients in the input's dtype")
+    if not p.training or not all(p.output_mask):
+        return Refusal("takes the training form with all gradients")
+    return on_gpu(call)
 
 
 def load_rms_norm() -> Prepare:
@@ -107,3 +112,38 @@ def load_instance_norm() -> Prepare:
         return lambda x, mean, var, weight, bias: instance_norm(x, weight, bias, mean, var, *rule)
 
     return prepare
+
+
+def load_batch_norm_backward() -> Prepare:
+    from flag_gems.ops.batch_norm import batch_norm_backward
+
+    def prepare(call: Call) -> Launch:
+        mask = list(call.params.output_mask)
+
+        def launch(*t: torch.Tensor) -> Any:
+            grad_out, x, weight, mean, rstd = t
+            return batch_norm_backward(
+                grad_out, x, weight, None, None, mean, rstd, True, 0.0, mask
+            )
+
+        return launch
+
+    return prepare
+
+
+def load_conv(ndim: int) -> Callable[[], Prepare]:
+    def load() -> Prepare:
+        module = import_module(f"flag_gems.ops.conv{ndim}d")
+        conv = getattr(module, f"conv{ndim}d")
+
+        def prepare(call: Call) -> Launch:
+            p = call.params
+            sizes = [p.stride, p.padding[::2], p.dilation]
+            stride, padding, dilation = ([s[0]] if ndim == 1 else list(s) for s in sizes)
+            if ndim == 1:
+                stride, padding, dilation = stride[0], padding[0], dilation[0]
+            return lambda x, w, b: conv(x, w, b, stride, padding, dilation, p.groups)
+
+        return prepare
+
+    return load

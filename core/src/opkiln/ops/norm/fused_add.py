@@ -2,8 +2,8 @@
 
 The norm reads the sum before it is rounded to the input's dtype. The backward reads `residual_out`,
 which the next layer keeps anyway, and takes the row's statistics from it again: the op saves
-nothing of its own, and its gradient is exactly that of the norm at the rounded sum, which statistics
-of the unrounded one would not fit.
+nothing of its own, and its gradient is exactly that of the norm at the rounded sum, which the
+statistics of the unrounded one would not fit.
 """
 
 from __future__ import annotations
