@@ -1,47 +1,41 @@
-"""Measure every candidate tiling of the row norm kernel on the rows of the benchmark pages.
+"""Measure every candidate tiling of the row norm kernels on the rows of the benchmark pages.
 
-    python bench/probes/row_norm.py --out DIR [--only SUBSTRING] [--no-compile]
-    python bench/probes/row_norm.py --write-tuning DIR/row_norm.json
+    python bench/probes/row_norm.py --out DIR [--only NAME,...] [--dtypes bf16,...] [--no-compile]
+    python bench/probes/row_norm.py --write-tuning DIR/row_norm.json ...
 
-The first writes DIR/row_norm.json and prints one line a row; the second turns that file into
-packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by CUPTI (torch.profiler), L2 flushed
-before each call, median; a candidate whose output is wrong is recorded and never timed.
+The first writes DIR/row_norm.json and prints one line a row; the second turns such files, together,
+into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by CUPTI (torch.profiler), L2
+flushed before each call, median; a candidate whose output is wrong is recorded and never timed.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
-import datetime
 import json
-import multiprocessing
-import os
 import pathlib
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import common
 import torch
+from common import DTYPES
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "core/src"), str(ROOT / "packages/norm/src")]
+sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/norm/src")]
 
+from opkiln.device import cuda  # noqa: E402
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
-from opkiln_norm import row_plan  # noqa: E402
-from opkiln_norm.row_plan import Tiling, plan_for, rule  # noqa: E402
+from opkiln_norm import row_cluster, row_plan  # noqa: E402
+from opkiln_norm.row_cluster import ClusterTiling  # noqa: E402
+from opkiln_norm.row_plan import Tiling, plan_for  # noqa: E402
+from row_tilings import AnyTiling, candidates  # noqa: E402
 
-TUNING = ROOT / "packages/norm/src/opkiln_norm/tuning/sm90.json"
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+TUNING = common.ROOT / "packages/norm/src/opkiln_norm/tuning/sm90.json"
 TOLERANCE = {"bf16": 2**-7, "f16": 2**-10, "f32": 2**-19}
-FLUSH_BYTES = 2 * 60 * 2**20  # twice the L2 of an H200
-ITERATIONS = 25
 COMPILE_UNTIL_S = 150  # rows measured after so long get no torch.compile baseline
-FLUSH = re.compile(r"Memset|FillFunctor")
+CLUSTER_GAIN = 1.01  # less is not worth a second kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +56,24 @@ class Row:
         return DTYPES[self.dtype].itemsize
 
     @property
+    def warp(self) -> int:
+        """Columns that a warp loads at once."""
+        return 512 // self.itemsize
+
+    @property
+    def adds(self) -> bool:
+        return self.op.startswith("fused_add")
+
+    @property
     def params(self) -> dict[str, Any]:
-        return {"normalized_shape": (self.n,), "eps": 1e-5 if self.op == "layer_norm" else 1e-6}
+        if self.op.startswith("ada"):
+            return {"eps": 1e-5, "scale_offset": 0.0}
+        return {"normalized_shape": (self.n,), "eps": 1e-5 if "layer" in self.op else 1e-6}
 
     def tensors(self, device: str) -> list[Any]:
         make = {"dtype": DTYPES[self.dtype], "device": device}
-        found: list[Any] = [torch.randn(self.rows, self.n, **make)]
+        whole = {"ada_layer_norm": 3, "ada_layer_norm_zero": 4}.get(self.op, 1 + self.adds)
+        found: list[Any] = [torch.randn(self.rows, self.n, **make) for _ in range(whole)]
         found += [torch.randn(self.n, **make) for _ in range(self.affine)]
         return found + [None] * (len(CATALOGUE[self.op].tensors) - len(found))
 
@@ -119,144 +125,108 @@ rms_norm   quack-throughput-262144 f16   8192 262144 1 2214.627    2166
 rms_norm   quack-throughput-262144 bf16  8192 262144 1 2214.627    2195
 rms_norm   qwen3-8b-qk-norm-decode bf16    32    128 1     1.36    1.44
 rms_norm   qk-norm-head            bf16  8192    128 0    2.752    2.85
+ada_layer_norm       dit-xl-2               bf16  1024   1152 0    4.832    5.31
+ada_layer_norm       dit-xl-2               f16   1024   1152 0      4.8    5.22
+ada_layer_norm       llama-8b-decode        bf16     1   4096 0    2.048    2.66
+ada_layer_norm       llama-8b-prefill       bf16  2048   4096 0   19.072    19.7
+ada_layer_norm       llama-8b-prefill       f16   2048   4096 0   19.424    19.7
+ada_layer_norm       dit-xl-2               f32   1024   1152 0    6.847    7.33
+ada_layer_norm_zero  dit-xl-2               bf16  1024   1152 0    5.728    6.24
+ada_layer_norm_zero  dit-xl-2               f16   1024   1152 0    5.664    6.18
+ada_layer_norm_zero  llama-8b-decode        bf16     1   4096 0     2.56    2.83
+ada_layer_norm_zero  llama-8b-prefill       bf16  2048   4096 0   23.584    24.4
+ada_layer_norm_zero  llama-8b-prefill       f16   2048   4096 0   23.456    24.6
+ada_layer_norm_zero  dit-xl-2               f32   1024   1152 0    8.224    9.25
+fused_add_layer_norm llama-70b-decode       bf16     1   8192 2     3.84    3.62
+fused_add_layer_norm llama-70b-prefill      bf16  2048   8192 2    38.16    41.5
+fused_add_layer_norm llama-70b-prefill      f16   2048   8192 2    37.52      39
+fused_add_layer_norm llama-8b-decode        bf16     1   4096 2    2.831    2.63
+fused_add_layer_norm llama-8b-prefill       bf16  2048   4096 2   20.449      21
+fused_add_layer_norm llama-8b-prefill       f16   2048   4096 2   20.064    20.2
+fused_add_layer_norm llama-13b-prefill      f32   2048   5120 2   44.063    44.2
+fused_add_rms_norm   llama-405b-decode      bf16     1  16384 1    3.743    2.85
+fused_add_rms_norm   llama-405b-prefill     bf16  2048  16384 1   66.592    68.3
+fused_add_rms_norm   llama-405b-prefill     f16   2048  16384 1   66.368    68.3
+fused_add_rms_norm   llama-70b-decode       bf16     1   8192 1      2.4    2.11
+fused_add_rms_norm   llama-70b-prefill      bf16  2048   8192 1   34.368    35.3
+fused_add_rms_norm   llama-70b-prefill      f16   2048   8192 1   34.128    34.9
+fused_add_rms_norm   llama-8b-decode        bf16     1   4096 1    1.887    1.92
+fused_add_rms_norm   llama-8b-prefill       bf16  2048   4096 1   18.272    18.5
+fused_add_rms_norm   llama-8b-prefill       f16   2048   4096 1   18.176    18.5
+fused_add_rms_norm   llama-13b-prefill      bf16  2048   5120 1   22.992    22.4
 """
 
 
-def read_rows(only: str) -> list[Row]:
+def read_rows(only: str, dtypes: str = "bf16,f16,f32") -> list[Row]:
     kinds = (str, str, str, int, int, int, float, float)
     lines = [line.split() for line in ROWS.strip().splitlines()]
     rows = [Row(*(k(v) for k, v in zip(kinds, line, strict=True))) for line in lines]
-    return [r for r in rows if only in f"{r.op} {r.label} {r.dtype}"]
+    wanted = only.split(",")
+    rows = [r for r in rows if r.dtype in dtypes.split(",")]
+    return [r for r in rows if any(w in f"{r.op} {r.label}" for w in wanted)]
 
 
-def decode_tilings(row: Row) -> list[Tiling]:
-    """A row or a few short ones a program: latency."""
-    warp = 512 // row.itemsize
-    if row.n <= warp:
-        shapes = ((2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 8), (32, 16))
-        return [Tiling(row.n, w, m, preload=p) for m, w in shapes for p in (True, False)]
-    found = [
-        Tiling(row.n, w, preload=preload)
-        for w in (4, 8, 16, 32)
-        if row.n >= w * warp
-        for preload in (True, False)
-    ]
-    return found + [replace(t, packed=True) for t in found[-4:]]
-
-
-def short_tilings(row: Row) -> list[Tiling]:
-    """A warp for one or several rows, or a few warps a row."""
-    warp = 512 // row.itemsize
-    block_n = min(warp, row_plan.power_of_two(row.n))
-    chunks = -(-row.n // block_n)
-    found = []
-    for warps in (1, 2, 4, 8):
-        for depth in (1, 2, 4):  # rows of a lane in flight
-            if depth * chunks <= 8 or depth == 1:
-                block_m = warps * depth * (warp // block_n)
-                found.append(Tiling(block_n, warps, block_m, chunks))
-    streams = [replace(t, evict="evict_first", store_cache=".cs") for t in found]
-    persistent = [
-        replace(t, programs_per_sm=warps_per_sm // t.num_warps, stages=stages, preload=True)
-        for t in found
-        if t.num_warps in (1, 4)
-        for warps_per_sm, stages in ((32, 1), (32, 3), (48, 2))
-    ]
-    block = row_plan.power_of_two(row.n)
-    whole = [Tiling(block, w) for w in (1, 2, 4, 8) if w * warp <= block <= 8 * w * warp]
-    return found + [replace(found[-1], preload=True), *streams, *persistent, *whole]
-
-
-def resident_tilings(row: Row) -> list[Tiling]:
-    """One row a program, in registers, 2 to 10 vectors a thread; some persistent."""
-    warp = 512 // row.itemsize
-    full = row_plan.power_of_two(row.n)
-    # Chunks where the power of two above N would leave lanes idle.
-    blocks = [full] if full == row.n else [full, full // 4, full // 8, full // 16]
-    plain = []
-    for block in blocks:
-        chunks = -(-row.n // block)
-        for warps in (2, 4, 8, 16, 32):
-            if block >= warps * warp and 2 <= chunks * block // (warps * warp) <= 10:
-                plain.append(Tiling(block, warps, chunks=chunks, evict="evict_first"))
-    streams = [replace(t, store_cache=".cs") for t in plain]
-    packed = [replace(t, packed=True) for t in plain if row.itemsize == 2]
-    persistent = [
-        replace(t, evict="", preload=True, programs_per_sm=max(w // t.num_warps, 1), stages=stages)
-        for t in plain
-        if t.num_warps in (4, 8)
-        for w, stages in ((32, 1), (32, 2), (32, 3), (48, 2))
-    ]
-    preload = [replace(t, evict="", preload=True) for t in plain[:2]]
-    return plain + streams + packed + persistent + preload
-
-
-def long_tilings(row: Row) -> list[Tiling]:
-    """Rows beyond the registers: a resident tail, and a head that is read again from L2."""
-    shapes = (
-        (8192, 32, 2, 4), (8192, 32, 4, 1), (8192, 32, 4, 3), (8192, 32, 4, 5), (8192, 32, 6, 1),
-        (8192, 32, 6, 3), (16384, 32, 2, 1), (16384, 32, 2, 3), (4096, 16, 4, 1), (4096, 16, 4, 3),
-    )  # fmt: skip
-    found = [
-        Tiling(block, warps, chunks=chunks, head=True, stages=stages, packed=True)
-        for block, warps, chunks, stages in shapes
-    ]
-    if row.n * row.itemsize == 2 * row_plan.RESIDENT_BYTES:
-        found.append(Tiling(row.n // 4, 32, chunks=4, packed=True))
-    first = [replace(t, evict="evict_first") for t in found]
-    return found + first + [replace(t, store_cache=".cs") for t in first]
-
-
-def candidates(row: Row) -> list[Tiling]:
-    """What the rule says first, then what may be better."""
-    if row.rows <= row_plan.FEW_ROWS:
-        found = decode_tilings(row)
-    elif row.n * row.itemsize <= 4096:
-        found = short_tilings(row)
-    elif row.n * row.itemsize <= row_plan.RESIDENT_BYTES:
-        found = resident_tilings(row)
-    else:
-        found = long_tilings(row)
-    return list(dict.fromkeys([rule(row.itemsize, row.n, row.rows), *found]))
-
-
-def make_call(row: Row, tensors: list[Any], tiling: Tiling, real: bool = True) -> Call:
+def make_call(row: Row, tensors: list[Any], tiling: AnyTiling, real: bool = True) -> Call:
     """The row's call, with `tiling` as the only row of the tuning table."""
     use = dataclasses.asdict(tiling)
     entry = {"op": row.op, "itemsize": row.itemsize, "n": row.n, "rows": [1, None], "use": use}
-    row_plan.tuning_rows = lambda: ({**entry, "label": row.label},)
+    table = [{**entry, "label": row.label}]
+    clustered = isinstance(tiling, ClusterTiling)
+    row_plan.tuning_rows = lambda: [] if clustered else table
+    row_cluster.cluster_rows = lambda: table if clustered else []
     return Call.of(CATALOGUE[row.op], tensors, row.params, real=real)
 
 
-def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
-    """Compile one candidate into Triton's cache on disk, in a process of its own."""
-    from opkiln_norm.row_norm import row_norm_kernel
-
+def warm(task: tuple[Row, AnyTiling]) -> dict[str, Any]:
+    """Compile one candidate into the cache on disk, in a process of its own."""
     row, tiling = task
-    dtype = DTYPES[row.dtype]
-    plan = plan_for(make_call(row, row.tensors("meta"), tiling, real=False))
-    weight, bias = (dtype if row.affine > i else None for i in range(2))
+    call = make_call(row, row.tensors("meta"), tiling, real=False)
+    if isinstance(tiling, ClusterTiling):
+        return warm_cluster(call)
+    return common.resources_of(lambda: warm_triton(call, tiling))
+
+
+def warm_triton(call: Call, tiling: Tiling) -> Any:
+    from opkiln_norm.row_norm import OPERANDS, RESULTS, row_norm_kernel
+
+    plan = plan_for(call)
+    metas = [
+        next((getattr(call.tensors, n) for n in group if hasattr(call.tensors, n)), None)
+        for group in OPERANDS
+    ]
+    names = [o.name for o in call.spec.returns]
+    outputs = [call.outputs[names.index(n)] if n in names else None for n in RESULTS]
+    dtypes = [None if m is None else m.dtype for m in (*metas, *outputs)]
+    return row_norm_kernel.warmup(
+        *dtypes, *plan.arguments(call.params), grid=(1,), **plan.constexprs(call),
+        num_warps=tiling.num_warps,
+    )  # fmt: skip
+
+
+def warm_cluster(call: Call) -> dict[str, Any]:
+    plan = row_cluster.plan_for(call)
+    if plan is None:
+        return {"compile_error": "the plan refuses this call"}
+    macros = plan.macros(call)
     try:
-        kernel = row_norm_kernel.warmup(
-            dtype, weight, bias, dtype, None, None, plan.inner_sizes, plan.x_strides, None, None,
-            None, plan.rows, plan.n // plan.align, 1e-6, grid=(1,),
-            **plan.constexprs(row.op == "layer_norm"), num_warps=tiling.num_warps,
-        )  # fmt: skip
-        kernel._init_handles()
-    except Exception as error:  # a candidate that does not compile is a finding, not a failure
+        kernel = cuda.load(row_cluster.source(), "row_cluster", torch.device("cuda", 0), macros)
+        attributes = kernel.handle.attributes
+        return {"registers": attributes.num_regs, "spills": attributes.local_size_bytes}
+    except Exception as error:  # whatever NVRTC and the driver raise: a finding, not a failure
         return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
-    return {"registers": kernel.n_regs, "spills": kernel.n_spills}
 
 
-def reference(row: Row, tensors: list[Any]) -> torch.Tensor:
-    """The output in float64 arithmetic, rounded to the row's dtype."""
-    wide = [None if t is None else t.double() for t in tensors[1:]]
+def references(row: Row, tensors: list[Any]) -> list[torch.Tensor]:
+    """The outputs in float64 arithmetic, rounded to the row's dtype."""
+    spec = CATALOGUE[row.op]
     step = max(2**26 // row.n, 1)
-    want = torch.empty_like(tensors[0])
+    wants = [torch.empty_like(tensors[0]) for _ in spec.returns]
     for i in range(0, row.rows, step):
-        x = tensors[0][i : i + step].double()
-        want[i : i + step] = CATALOGUE[row.op].reference(x, *wide, **row.params)[0]
-    return want
+        part = [t[i : i + step] if t is not None and t.ndim > 1 else t for t in tensors]
+        wide = [None if t is None else t.double() for t in part]
+        for want, got in zip(wants, spec.reference(*wide, **row.params), strict=False):
+            want[i : i + step] = got
+    return wants
 
 
 def wrong_elements(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> int:
@@ -269,37 +239,18 @@ def wrong_elements(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> i
     return wrong
 
 
-def kernel_times_us(calls: list[Callable[[], Any]], flush: torch.Tensor) -> list[list[float]]:
-    """Device time of each call, ITERATIONS times: the kernels between two flushes, summed."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for call in calls:
-            for _ in range(ITERATIONS):
-                flush.zero_()
-                call()
-        torch.cuda.synchronize()
-    events = [
-        (e.start_ns(), e.duration_ns(), e.name())
-        for e in profile.profiler.kineto_results.events()
-        if e.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-    spans: list[float] = []
-    for _, duration, name in sorted(events):
-        if FLUSH.search(name):
-            spans.append(0.0)
-        elif spans:
-            spans[-1] += duration / 1e3
-    if len(spans) != len(calls) * ITERATIONS:
-        raise RuntimeError(f"{len(spans)} flushes seen, {len(calls) * ITERATIONS} made")
-    return [spans[i : i + ITERATIONS] for i in range(0, len(spans), ITERATIONS)]
+def status_of(launch: Callable[..., Any], tensors: list[Any], wants: Any, row: Row) -> str:
+    got = launch(*tensors)
+    got = got if isinstance(got, tuple) else (got,)
+    wrong = [wrong_elements(g, w, TOLERANCE[row.dtype]) for g, w in zip(got, wants, strict=True)]
+    return f"{sum(wrong)} elements wrong" if any(wrong) else "ok"
 
 
 def baselines(row: Row, tensors: list[Any], compiled: bool) -> dict[str, Callable[[], Any]]:
-    eps = row.params["eps"]
-    norm = getattr(torch.nn.functional, row.op)
+    spec = CATALOGUE[row.op]
 
-    def native(*given: torch.Tensor | None) -> torch.Tensor:
-        return norm(given[0], (row.n,), *given[1:], eps)
+    def native(*given: torch.Tensor | None) -> Any:
+        return spec.native(*given, **row.params)
 
     found = {"torch": lambda: native(*tensors)}
     if compiled:
@@ -310,34 +261,37 @@ def baselines(row: Row, tensors: list[Any], compiled: bool) -> dict[str, Callabl
 
 
 def measure(
-    row: Row, resources: dict[Tiling, Any], compiled: bool, flush: torch.Tensor
+    row: Row, resources: dict[AnyTiling, Any], compiled: bool, flush: torch.Tensor
 ) -> dict[str, Any]:
     """Every candidate and baseline of one row: status, median and least time."""
     from opkiln_norm.row_norm import prepare
 
     torch.manual_seed(0)
     tensors = row.tensors("cuda")
-    want = reference(row, tensors)
+    wants = references(row, tensors)
     records: list[dict[str, Any]] = []
     calls: list[Callable[[], Any]] = []
     torch.use_deterministic_algorithms(True)  # fills outputs with NaN before the launch
     for tiling in candidates(row):
-        record = {"use": dataclasses.asdict(tiling)} | resources[tiling]
+        kernel = "row_cluster" if isinstance(tiling, ClusterTiling) else "row_norm"
+        record = {"kernel": kernel, "use": dataclasses.asdict(tiling)} | resources[tiling]
         records.append(record)
+        if "compile_error" in record:
+            record["status"] = record["compile_error"]
+            continue
         try:
             launch = prepare(make_call(row, tensors, tiling))
-            wrong = wrong_elements(launch(*tensors), want, TOLERANCE[row.dtype])
-            record["status"] = f"{wrong} elements wrong" if wrong else "ok"
+            record["status"] = status_of(launch, tensors, wants, row)
         except Exception as error:  # recorded; the other candidates still run
             record["status"] = f"{type(error).__name__}: {error}"[-200:]
         if record["status"] == "ok":
             calls.append(lambda launch=launch: launch(*tensors))
     torch.use_deterministic_algorithms(False)
-    del want
+    del wants
     others = baselines(row, tensors, compiled)
     for function in others.values():
         function()
-    times = kernel_times_us([*calls, *others.values()], flush)
+    times = common.kernel_times_us([*calls, *others.values()], flush)
     timed = [r for r in records if r["status"] == "ok"]
     for record, samples in zip(timed, times[: len(calls)], strict=True):
         record |= {"us": statistics.median(samples), "low_us": min(samples)}
@@ -346,52 +300,76 @@ def measure(
     return dataclasses.asdict(row) | {"itemsize": row.itemsize} | found
 
 
-def short(use: dict[str, Any]) -> str:
+def short(candidate: dict[str, Any]) -> str:
     """A tiling on one line, defaults left out."""
-    kept = changed(use)
-    size = f"{kept.pop('block_m', 1)}x{kept.pop('chunks', 1)}x{kept.pop('block_n')}"
-    flags = [k if v is True else f"{k}={v}" for k, v in kept.items() if k != "num_warps"]
-    return " ".join([size, f"w{kept['num_warps']}", *flags])
+    kept = changed(candidate)
+    if kernel_of(candidate) == "row_cluster":
+        size = f"cluster {kept.pop('cluster')}x{kept.pop('threads')}x{kept.pop('vectors')}"
+    else:
+        size = f"{kept.pop('block_m', 1)}x{kept.pop('chunks', 1)}x{kept.pop('block_n')}"
+        size += f" w{kept.pop('num_warps')}"
+    return " ".join([size, *(k if v is True else f"{k}={v}" for k, v in kept.items())])
 
 
-def changed(use: dict[str, Any]) -> dict[str, Any]:
+def kernel_of(candidate: dict[str, Any]) -> str:
+    return candidate.get("kernel", "row_norm")
+
+
+def changed(candidate: dict[str, Any]) -> dict[str, Any]:
     """The fields of a tiling that are not at their default."""
-    default = dataclasses.asdict(Tiling(0, 0))
-    return {k: v for k, v in use.items() if v != default[k]}
+    clustered = kernel_of(candidate) == "row_cluster"
+    default = dataclasses.asdict(ClusterTiling(0, 0, 0) if clustered else Tiling(0, 0))
+    return {k: v for k, v in candidate["use"].items() if v != default[k]}
 
 
-def commit() -> str:
-    given = os.environ.get("OPKILN_COMMIT")
-    if given:
-        return given
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def write_tuning(results: pathlib.Path) -> None:
+def write_tuning(paths: list[pathlib.Path]) -> None:
     """For each (op, element size, N, number of rows): the best tiling that does not spill."""
-    data = json.loads(results.read_text("utf-8"))
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for r in data["results"]:
-        groups.setdefault((r["op"], r["itemsize"], r["n"], r["rows"]), []).append(r)
-    entries = []
-    for (op, itemsize, n, rows), found in sorted(groups.items()):
-        score: dict[str, list[float]] = {}
-        for r in found:
+    files = [json.loads(path.read_text("utf-8")) for path in paths]
+    groups: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
+    for data in files:
+        for r in data["results"]:
+            key = (r["op"], r["itemsize"], r["n"], r["rows"])
+            groups.setdefault(key, {}).setdefault(r["dtype"], []).append((data, r))
+    tables: dict[str, list[Any]] = {"rows": [], "cluster_rows": []}
+    for key, by_dtype in sorted(groups.items()):
+        best = {k: best_of(by_dtype, k) for k in ("row_norm", "row_cluster")}
+        for kernel, table in (("row_norm", "rows"), ("row_cluster", "cluster_rows")):
+            if best[kernel] is None:
+                continue
+            own, other = (best[k]["measured"]["us"][min(by_dtype)] for k in (kernel, "row_norm"))
+            if kernel == "row_norm" or own * CLUSTER_GAIN <= other:
+                head = dict(zip(("op", "itemsize", "n"), key, strict=False))
+                head["rows"] = regime(*key, groups)
+                tables[table].append(head | best[kernel])
+    table = json.loads(TUNING.read_text("utf-8")) | tables
+    common.write_json(TUNING, table)
+    print({name: len(found) for name, found in tables.items()}, TUNING.relative_to(common.ROOT))
+
+
+def best_of(by_dtype: dict[str, list[Any]], kernel: str) -> dict[str, Any] | None:
+    """The fastest tiling and its measurement; bf16 decides where several dtypes were measured."""
+    times: dict[str, dict[str, float]] = {}
+    sources: dict[str, Any] = {}
+    spilling: set[str] = set()
+    for dtype, runs in by_dtype.items():
+        for data, r in runs:
             for c in r["candidates"]:
-                if "us" in c and c["spills"] == 0:
-                    score.setdefault(json.dumps(c["use"]), []).append(c["us"])
-        whole = {use: t for use, t in score.items() if len(t) == len(found)}
-        use, times = min(whole.items(), key=lambda item: sum(item[1]))
-        figures = {r["dtype"]: round(t, 3) for r, t in zip(found, times, strict=True)}
-        measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": figures}
-        entries.append({
-            "op": op, "itemsize": itemsize, "n": n, "rows": regime(op, itemsize, n, rows, groups),
-            "label": found[0]["label"], "use": changed(json.loads(use)), "measured": measured,
-        })  # fmt: skip
-    table = json.loads(TUNING.read_text("utf-8")) | {"rows": entries}
-    TUNING.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
-    print(f"wrote {len(entries)} rows to {TUNING.relative_to(ROOT)}")
+                use = json.dumps(changed(c))
+                if c.get("spills"):
+                    spilling.add(use)
+                if "us" in c and kernel_of(c) == kernel:
+                    found = times.setdefault(use, {})
+                    found[dtype] = min(c["us"], found.get(dtype, c["us"]))
+                    sources[use] = (data, r)
+    lead = min(by_dtype)
+    whole = {use: t for use, t in times.items() if lead in t and use not in spilling}
+    if not whole:
+        return None
+    use, us = min(whole.items(), key=lambda item: item[1][lead])
+    data, r = sources[use]
+    rounded = {dtype: round(t, 3) for dtype, t in us.items()}
+    measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": rounded}
+    return {"label": r["label"], "use": json.loads(use), "measured": measured}
 
 
 def regime(op: str, itemsize: int, n: int, rows: int, groups: Any) -> list[int | None]:
@@ -407,7 +385,7 @@ def regime(op: str, itemsize: int, n: int, rows: int, groups: Any) -> list[int |
 
 def line(result: dict[str, Any]) -> str:
     best = min((c for c in result["candidates"] if "us" in c), key=lambda c: c["us"], default=None)
-    name = f"{result['op']:10s} {result['label']:23s} {result['dtype']:4s}"
+    name = f"{result['op']:20s} {result['label']:23s} {result['dtype']:4s}"
     if best is None:
         return f"{name} no candidate ran: {result['candidates'][0]['status']}"
     ruled = result["candidates"][0].get("us", float("nan"))
@@ -415,45 +393,37 @@ def line(result: dict[str, Any]) -> str:
     others = " ".join(f"{k} {v:.2f}" for k, v in result["baselines"].items())
     return (
         f"{name} {best['us']:8.2f} rule {ruled:8.2f} bar {bar:8.2f} page {page:8.2f} "
-        f"ratio {min(bar, page) / best['us']:.2f} | {short(best['use'])} | {others}"
+        f"ratio {min(bar, page) / best['us']:.2f} | {short(best)} | {others}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains this")
+    parser.add_argument("--only", default="", help="rows whose 'op label' contains one")
+    parser.add_argument("--dtypes", default="bf16,f32", help="f16 behaves as bf16")
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile baselines")
-    parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS")
+    parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS", nargs="+")
     options = parser.parse_args()
     if options.write_tuning:
         return write_tuning(options.write_tuning)
-    rows = read_rows(options.only)
+    rows = read_rows(options.only, options.dtypes)
     start = time.time()
     tasks = [(row, tiling) for row in rows for tiling in candidates(row)]
-    context = multiprocessing.get_context("spawn")
-    workers = max(len(os.sched_getaffinity(0)) - 1, 1)
-    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-        resources = dict(zip(tasks, pool.map(warm, tasks, chunksize=4), strict=True))
+    resources = common.warm_all(warm, tasks)
     failed = [(task, found) for task, found in resources.items() if "compile_error" in found]
     print(f"{len(tasks)} kernels compiled in {time.time() - start:.0f} s, {len(failed)} failed")
     print(*failed[:5], sep="\n", flush=True)
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    flush = common.flush_buffer()
     options.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    data = {
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "torch": torch.__version__,
-        "results": results,
-    }
+    data = common.provenance() | {"results": results}
     for row in rows:
         first = row.label not in {r["label"] for r in results if r["op"] == row.op}
         compiled = first and not options.no_compile and time.time() - start < COMPILE_UNTIL_S
         own = {tiling: found for (r, tiling), found in resources.items() if r == row}
         results.append(measure(row, own, compiled, flush))
-        (options.out / "row_norm.json").write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+        common.write_json(options.out / "row_norm.json", data)
         torch.cuda.empty_cache()
     print(f"{len(results)} rows in {time.time() - start:.0f} s")
     print(*map(line, results), sep="\n")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from opkiln_bench.records import Recorder, Run, read_run
 
-H200 = Path(__file__).parents[2] / "bench/src/opkiln_bench/conf/device/h200.yaml"
+DEVICE = Path(__file__).parent / "device.yaml"
 
 
 def jitter(center_us: float, seed: int, count: int = 20) -> list[float]:
@@ -86,8 +86,10 @@ def make_row() -> Callable[..., dict[str, Any]]:
 def make_run(tmp_path: Path) -> Callable[..., Run]:
     """A record on disk, read back."""
 
-    def build(name: str, rows: list[dict[str, Any]], known_device: bool = True) -> Run:
-        device = yaml.safe_load(H200.read_text()) if known_device else {"kind": "cpu"}
+    def build(
+        name: str, rows: list[dict[str, Any]], known_device: bool = True, **changes: Any
+    ) -> Run:
+        device = yaml.safe_load(DEVICE.read_text()) if known_device else {"kind": "cpu"}
         recorder = Recorder(tmp_path / name)
         header = {
             "schema_version": 1,
@@ -111,7 +113,7 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
                 },
             },
         }
-        recorder.write("header", header)
+        recorder.write("header", {**header, **changes})
         for row in rows:
             recorder.write("row", row)
         return read_run(tmp_path / name)

@@ -49,6 +49,7 @@ def test_cfg_shows_the_job(tmp_path: Path) -> None:
     [
         ("op=rms_nrm", "unknown op 'rms_nrm'; the nearest are rms_norm"),
         ("backends=[torhc]", "unknown backend 'torhc'; the nearest are torch"),
+        ("backends=[vllm]", "backend vllm cannot be measured here: its wheel is larger"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, argument: str, message: str) -> None:

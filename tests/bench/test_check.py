@@ -149,3 +149,22 @@ def test_a_set_may_come_in_any_order_in_every_slice(monkeypatch: pytest.MonkeyPa
         return t
 
     assert not verdict_of(small_topk(), last_row_wrong).ok
+
+
+@pytest.mark.parametrize("backend", ["quack", "opkiln"])
+def test_ties_at_the_threshold(backend: str) -> None:
+    """Position 20 scores as the last chosen one: a peer may take it, ours takes the lowest."""
+    subject = bring(small_topk(), CPU)
+    scores = subject.tensors[0]
+    assert scores is not None
+    scores.zero_()[0, :, 10:17] = 1.0  # seven of eight; the eighth is any of the zeros
+    _, (out,) = enter(subject, "torch")
+    assert 3 in out[0, 5]
+
+    def judged(spoil: Spoil) -> bool:
+        return check.against_reference(subject, {backend: [spoil(out.clone())]})[backend].ok
+
+    assert judged(lambda t: t)
+    assert judged(lambda t: t.where(t != 3, 20)) == (backend != "opkiln")
+    assert not judged(lambda t: t.where(t != 3, 10))  # a position twice
+    assert not judged(lambda t: t.where(t != 12, 20))  # a lower score

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from opkiln_bench import commands
-from opkiln_bench.compare import changes
+from opkiln_bench.compare import agreement, changes
 
 Make = Callable[..., Any]
 
@@ -45,3 +45,30 @@ def test_command_prints_and_fails_on_regression(
 def test_a_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_agreement_counts_long_rows_apart(make_row: Make, make_run: Make) -> None:
+    centers = {"a": (10.0, 10.1), "b": (20.0, 20.2), "c": (100.0, 106.0), "short": (2.0, 2.6)}
+    rows = [[make_row(n, times_us={"opkiln": c[i]}) for n, c in centers.items()] for i in (0, 1)]
+    found = agreement(make_run("A", rows[0]), make_run("B", rows[1]))
+    assert found is not None
+    assert (found.rows, found.long_rows) == (4, 3)
+    assert found.median == pytest.approx(0.035, abs=0.004)  # of 1, 1, 6 and 30 %
+    assert found.worst == pytest.approx(0.06, abs=0.003)
+    assert found.worst_row == "RMSNormFwd c bf16"
+    assert not found.within and str(found).endswith("wanted: 3% and 8%, missed")
+
+
+def test_agreement_of_a_run_with_itself(make_row: Make, make_run: Make) -> None:
+    run = make_run("A", [make_row()])
+    found = agreement(run, run)
+    assert found is not None and found.within
+    assert "agree within 0.0% on the median of 1 rows" in str(found)
+    assert agreement(run, make_run("B", [make_row("other")])) is None
+
+
+def test_command_prints_the_agreement(
+    two_runs: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.main(["compare", str(tmp_path / "A"), str(tmp_path / "B")])
+    assert "A and B agree within 5.0% on the median of 3 rows" in capsys.readouterr().out

@@ -116,6 +116,16 @@ def test_the_method_page_states_what_ran(rows: list[Any], make_run: Make, tmp_pa
     assert "torch 2.11.0" in page and "commit abc" in page
 
 
+def test_the_method_page_names_who_is_absent(
+    rows: list[Any], make_run: Make, tmp_path: Path
+) -> None:
+    run = make_run("r", rows, absent={"quack": "quack-kernels is not installed"})
+    (page, *_) = write_pages(tmp_path, results([run]), [run])
+    text = page.read_text()
+    assert "\n- Not measured: quack: quack-kernels is not installed.\n" in text
+    assert "\n| FusedAddRMSNormFwd | llama-70b-prefill | f16 | vllm | 0.0358 |\n" in text
+
+
 @pytest.mark.parametrize(
     ("time_us", "text"),
     [(None, "–"), (1.92, "0.00192"), (10.84, "0.0108"), (2148.3, "2.1483"), (4.3, "0.0043")],

@@ -99,6 +99,7 @@ def test_explain_of_a_spec_without_a_function() -> None:
         (["conform"], "Missing option '--backend'"),
         (["conform", "--backend", "torhc"], "no backend 'torhc'; the nearest are torch"),
         (["conform", "--backend", "torch", "--op", "rms"], "no op 'rms'; the nearest is rms_norm"),
+        (["conform", "--backend", "torch", "--big"], "big calls need a GPU, the device is cpu"),
         (["conform", "--backend", "torch", "--device", "tpu9"], "cannot read the device 'tpu9'"),
         ([*RMS_NORM, "--device", "tpu9"], "Invalid device string: 'tpu9'"),
     ],

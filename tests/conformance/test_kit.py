@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from opkiln.conformance import Outcome, cases_of, check, compare, conform, cuda_checks
 from opkiln.conformance.compare import tolerance_of
 from opkiln.conformance.rows import BATCHED
+from opkiln.conformance.rows.large import TILED
 from opkiln.conformance.run import OpReport
 from opkiln.conformance.tensors import LAYOUTS, storage_of, t, to_device
+from opkiln.errors import ArgumentError
 from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY, Implementation, Refusal
 from opkiln.spec import Call
@@ -147,6 +150,47 @@ def test_large_batches_repeat_a_small_one(
     monkeypatch.setattr(cuda_checks, "MANY_ELEMENTS", 1)
     outcome = cuda_checks.judged(case, "torch-ref", torch.device("cpu"), "rows", body)
     assert outcome.status == "passed", outcome.message
+
+
+def cut(value: Any, most: int = 16) -> Any:
+    """A tensor argument with no dim above `most`."""
+    return replace(value, shape=tuple(min(n, most) for n in value.shape))
+
+
+@pytest.mark.parametrize("op", TILED)
+def test_calls_grow_along_any_dim(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiled = TILED[op]
+    if op in ("avg_pool2d", "conv3d"):  # tens of millions of elements
+        small = tiled.row.having(input=cut(tiled.row.arguments["input"]))
+        monkeypatch.setitem(TILED, op, replace(tiled, row=small))
+    case = list(cuda_checks.big_cases(cases_of(op)[0]))[-1]
+    first = case.build(torch.device("cpu")).tensors[0]
+    assert first is not None
+    monkeypatch.setattr(cuda_checks, "MANY_ELEMENTS", 2 * first.numel() + 1)
+    body, sizes = cuda_checks.above_32_bits, []
+    plain = cuda_checks.run
+    monkeypatch.setattr(
+        cuda_checks, "run", lambda launch, bound: sizes.append(bound) or plain(launch, bound)
+    )
+    outcome = cuda_checks.judged(case, "torch-ref", torch.device("cpu"), "big", body)
+    assert outcome.status == "passed", outcome.message
+    assert sizes[0].tensors[0].numel() == 3 * first.numel()
+
+
+@pytest.mark.parametrize("op", ["group_norm", "max_pool1d", "mean_pooling", "rope_neox"])
+def test_rows_of_many_channels_heads_and_tokens(op: str) -> None:
+    """Meant for a GPU; the reference takes them on a CPU too."""
+    cases = list(cuda_checks.many_cases(op))
+    assert cases
+    for case in cases:
+        tensors = case.build(torch.device("cpu")).tensors
+        assert max(n for x in tensors if x is not None for n in x.shape) > 65_535
+        assert check(case, "torch-ref").status == "passed"
+
+
+def test_big_calls_need_a_gpu() -> None:
+    with pytest.raises(ArgumentError, match="big calls need a GPU, the device is cpu"):
+        conform("torch", ["fft"], big=True)
 
 
 class Plugin:

@@ -84,6 +84,7 @@ def test_same_puts_the_odd_zero_after():
     assert F.conv1d(x, w, None, 1, "same").tolist() == [[[3.0, 5.0, 7.0, 4.0]]]
 
 
+# pytorch/pytorch#153698
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_is_exact_on_integers(backend):
     """Sums of integers up to 4,095 need 12 bits and more: TF32 has 11."""
@@ -141,12 +142,14 @@ def test_channels_last_iff_the_input_is(padding, grad):
         torch.testing.assert_close(out, fn(x, w, None, 1, padding))
 
 
+# pytorch/pytorch#1246
 def test_strided_weight():
     w = normal(3, 3, 4, 4)[:, :, ::2, ::2]
     x = normal(1, 3, 5, 5)
     torch.testing.assert_close(F.conv2d(x, w), N.conv2d(x, w))
 
 
+# pytorch/pytorch#142466
 @pytest.mark.parametrize("name", NAMES.values())
 def test_empty_batch(name):
     n = int(name[4])
@@ -182,6 +185,7 @@ MISTAKES = {
 }
 
 
+# pytorch/pytorch#67551 (same with a stride), #113885 (kernel larger than input)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_one_line(mistake):
     call, says = MISTAKES[mistake]

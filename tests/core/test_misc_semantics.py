@@ -95,6 +95,7 @@ def mhc_by_row(phi, x, b, alpha_pre, alpha_post, alpha_res, repeat, eps):
     return [torch.stack(part) for part in zip(*rows, strict=True)]
 
 
+# sgl-project/sglang#36817 (eps)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 @pytest.mark.parametrize("repeat", [0, 1, 20])
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -118,6 +119,7 @@ def test_mhc_pre_returns_two_unless_asked(grad):
     assert len(F.mhc_pre(phi, x, b, 1.0, 1.0, 1.0, 2, return_h_post=True)) == 3
 
 
+# tile-ai/TileOPs#715
 def test_an_all_zero_token_has_a_result_and_a_gradient():
     phi, x, b = mhc_inputs()
     x[0] = 0
@@ -187,6 +189,7 @@ KINDS = {
 }
 
 
+# vllm-project/vllm#56464 (windows), sgl-project/sglang#30645 (inf), antirez/ds4#1060 (negative)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("k", [0, 1, 5, 30])

@@ -61,6 +61,7 @@ CHANNEL_NORMS = {
 }
 
 
+# Dao-AILab/quack#12
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weight_dtype", [F16, BF16, F32, None], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
@@ -74,6 +75,7 @@ def test_any_weight_dtype(name, dtype, weight_dtype, backend):
     close(ours(x, w, b, backend=backend), truth(*double(x, w, b)), dtype)
 
 
+# pytorch/pytorch#111824 (channels_last)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -87,6 +89,7 @@ def test_statistics_of_16_bit_channels_are_float32(name, dtype, layout, backend)
     close(ours(x, None, None, backend=backend), truth(*double(x, None, None)), dtype)
 
 
+# pytorch/pytorch#51102, tenstorrent/tt-metal#45968
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", [*ROW_NORMS, *CHANNEL_NORMS])
@@ -123,6 +126,7 @@ ADDITIONS = {
 }
 
 
+# sgl-project/sglang#34466, unslothai/unsloth#4550 (inputs kept), vllm-project/vllm#48324 (dtypes)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_the_norm_reads_the_unrounded_sum(name, backend):
@@ -233,6 +237,7 @@ def running(dtype=F32):
     return torch.full((3,), 0.25, dtype=dtype), torch.full((3,), 2.0, dtype=dtype)
 
 
+# pytorch/pytorch#19902, #19916, #59864, #61924, NVIDIA/apex#133, kakaobrain/trident#125
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "train"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
@@ -249,6 +254,7 @@ def test_running_statistics_follow_torch(name, dtype, backend, grad):
     torch.testing.assert_close(var.double(), truth[1], rtol=1e-5, atol=1e-5)
 
 
+# pytorch/pytorch#2961
 @pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
 def test_evaluation_reads_running_statistics_and_leaves_them(name):
     x = normal(1, 3, 1).requires_grad_()  # one value a channel is fine here
@@ -272,6 +278,7 @@ EMPTY = {
 }
 
 
+# Dao-AILab/flash-attention#1620, pytorch/pytorch#186414
 @pytest.mark.parametrize("what", EMPTY)
 def test_empty_inputs_give_empty_outputs(what):
     out = EMPTY[what]()
@@ -307,6 +314,7 @@ MISTAKES = {
 }
 
 
+# pytorch/pytorch#1381, FluxML/Flux.jl#2716, pytorch/pytorch#45687 (one value)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_one_line(mistake):
     with pytest.raises(ArgumentError) as caught:

@@ -115,6 +115,7 @@ def test_gradients_equal_torch(seed, backend):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-13, atol=1e-13)
 
 
+# sonos/tract#2851, robertknight/rten#1456
 def test_what_hangs_over_the_padding_is_not_counted():
     got = F.avg_pool1d(torch.ones(1, 1, 5), 3, 2, 1, ceil_mode=True)
     assert torch.equal(got.flatten(), torch.tensor([2 / 3, 1, 2 / 3]))
@@ -122,6 +123,7 @@ def test_what_hangs_over_the_padding_is_not_counted():
     assert torch.equal(got.flatten(), torch.tensor([2 / 3, 1, 1 / 2]))  # 1 element, 1 of padding
 
 
+# pytorch/pytorch#52719
 def test_sums_of_16_bit_values_do_not_overflow():
     x = torch.full((1, 1, 64, 64), 60000.0, dtype=F16)
     for pool in (lambda x: F.avg_pool2d(x, 64), lambda x: F.adaptive_avg_pool2d(x, 1)):
@@ -162,6 +164,7 @@ def test_the_saved_offset_is_wide_enough(taps):
         assert leaf.grad.flatten().nonzero().tolist() == [[x.numel() - 1]]
 
 
+# pytorch/pytorch#13386
 def test_lengths_beyond_float32():
     x = torch.arange(2**24 + 3).remainder(251).float().view(1, 1, -1)
     got = F.max_pool1d(x, 3, 2, 1)
@@ -215,6 +218,7 @@ def test_adaptive_windows_are_their_own_transpose():
                 assert held == list(range(int(first[e]), int(last[e])))
 
 
+# pytorch/pytorch#83062
 @pytest.mark.parametrize("name", ["adaptive_avg_pool2d", "adaptive_max_pool2d"])
 def test_empty_adaptive_results_have_zero_gradient(name):
     for shape, output_size in (((0, 2, 4, 4), 2), ((2, 2, 4, 4), (0, 3))):
@@ -255,6 +259,7 @@ def test_nan_stays_in_its_own_chunk():
         assert got.isnan().tolist() == [False, False, True, False]
 
 
+# apple/coremltools#2748 (divisor), tile-ai/TileOPs#832 (padding), pytorch/pytorch#83062 (size)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -102,6 +102,8 @@ RULES = {
 }
 
 
+# ggml-org/llama.cpp#8676, lablup/mlxcel#1355 (llama31), apache/tvm#18576 (yarn),
+# apache/tvm#18422, ml-explore/mlx-lm#660 (longrope)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 @pytest.mark.parametrize("offset", [0, FAR])
@@ -205,6 +207,8 @@ X = torch.zeros(3, 8)
 IDS = torch.zeros(3, 2, 8)
 
 
+# fla-org/flash-linear-attention#1177 (rotary_dim), vllm-project/vllm#14404,
+# microsoft/onnxruntime#28205 (position_ids)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

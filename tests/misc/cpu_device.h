@@ -211,6 +211,19 @@ inline u32 __ballot_sync(u32, int p) {
     for (u32 i = 0; i < 32; ++i) mask |= static_cast<u32>(a[i] & 1) << i;
     return mask;
 }
+template <typename T, typename F>
+T reduce(T v, F combine) {
+    u64 a[32];
+    cpu::exchange(cpu::bits(v), a);
+    const int lanes = cpu::state.self->block->warps[threadIdx.x / 32].size;
+    for (int i = 0; i < lanes; ++i) v = i ? combine(v, cpu::value<T>(a[i])) : cpu::value<T>(a[0]);
+    return v;
+}
+inline u32 __reduce_add_sync(u32, u32 v) { return reduce(v, [](u32 a, u32 b) { return a + b; }); }
+inline u32 __reduce_max_sync(u32, u32 v) { return reduce(v, [](u32 a, u32 b) { return std::max(a, b); }); }
+struct alignas(16) float4 { float x, y, z, w; };
+template <typename T>
+T __ldcs(const T* at) { return *at; }
 inline int __any_sync(u32 m, int p) { return __ballot_sync(m, p) != 0; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

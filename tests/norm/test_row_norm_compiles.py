@@ -104,7 +104,7 @@ MORE = {
     "saved-statistics": request("layer_norm", meta(4096, 8192), save=True),
     "f32-weight": request("rms_norm", meta(4096, 4096), F32),
     "bf16-weight": request("layer_norm", meta(4096, 8192, dtype=F32), BF16),
-    "fused-add-saved-statistics": request("fused_add_layer_norm", meta(4096, 8192), save=True),
+    "ada-saved-statistics": request("ada_layer_norm", meta(4096, 4096), save=True),
     "heads-before-tokens": request("rms_norm", meta(8, 32, 512, 128).transpose(1, 2)),
     "n-multiple-of-8-only": request("layer_norm", meta(4096, 1000)),
 }

@@ -5,10 +5,13 @@ Runs in Triton's interpreter on a machine without a GPU, on the GPU elsewhere.
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from norm.row_cases import BF16, DEVICE, F16, F32, only_tiling, random
+from norm.row_cases import run as run_case
 from opkiln.ops import CATALOGUE
 from opkiln.policy import Policy
 from opkiln.spec import Call
@@ -16,11 +19,6 @@ from opkiln_norm import row_plan
 from opkiln_norm.plugin import supports_row_norm
 from opkiln_norm.row_norm import prepare, row_norm_kernel
 from opkiln_norm.row_plan import RowPlan, Tiling, plan_for, rule
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-# The interpreter truncates f32 to bf16 (one ulp) where the GPU rounds (half an ulp).
-RTOL = {F16: 2**-11, BF16: 2**-7 if DEVICE == "cpu" else 2**-8, F32: 2**-21}
 
 
 @pytest.fixture(autouse=True)
@@ -34,37 +32,8 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(before)
 
 
-def random(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def run(
-    op: str,
-    tensors: list[torch.Tensor | None],
-    normalized: tuple[int, ...],
-    *,
-    needs_grad: bool = True,
-    eps: float = 1e-5,
-    atol: float = 2**-20,
-    rstd_rtol: float = 2**-20,
-) -> RowPlan:
-    """Launch, compare outputs and saved statistics with float64, return the plan that ran."""
-    spec = CATALOGUE[op]
-    params = {"normalized_shape": normalized, "eps": eps}
-    call = Call.of(spec, tensors, params, needs_grad=needs_grad)
-    assert supports_row_norm(call) is None
-    before = [None if t is None else t.clone() for t in tensors]
-    results = prepare(call)(*tensors)
-    results = results if isinstance(results, tuple) else (results,)
-    expected = spec.reference(*(None if t is None else t.double() for t in tensors), **params)
-    for i, (got, want, meta) in enumerate(zip(results, expected, call.outputs, strict=False)):
-        assert (got.shape, got.dtype, got.stride()) == (meta.shape, meta.dtype, meta.stride)
-        rtol = RTOL[got.dtype] if i == 0 else rstd_rtol
-        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
-    assert len(results) == len(call.outputs) == (len(expected) if needs_grad else 1)
-    for t, copy in zip(tensors, before, strict=True):
-        assert t is None or torch.equal(t, copy)
-    return plan_for(call)
+def run(op: str, tensors: list[Any], shape: tuple[int, ...], eps: float = 1e-5, **how) -> RowPlan:
+    return run_case(op, tensors, {"normalized_shape": shape, "eps": eps}, **how)
 
 
 def affine(op: str, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -73,14 +42,7 @@ def affine(op: str, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.fixture
 def use_tiling(monkeypatch):
-    """Put one row into the tuning table, for any number of rows."""
-
-    def put(op: str, itemsize: int, n: int, tiling: Tiling) -> None:
-        use = dataclasses.asdict(tiling)
-        row = {"op": op, "itemsize": itemsize, "n": n, "rows": [1, None], "label": "test"}
-        monkeypatch.setattr(row_plan, "tuning_rows", lambda: ({**row, "use": use},))
-
-    return put
+    return partial(only_tiling, monkeypatch)
 
 
 OPS = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])

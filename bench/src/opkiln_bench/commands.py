@@ -1,4 +1,4 @@
-"""The commands beside the Hydra app: report, compare, calibrate, collect."""
+"""The commands beside the Hydra app: report, compare, history, verify, calibrate, collect."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from opkiln_bench.catalogue import CatalogueError
 from opkiln_bench.records import RecordError
 
 
 def report(arguments: argparse.Namespace) -> int:
-    from opkiln_bench.report import publish
+    from opkiln_bench.report import publish_into
 
-    into = Path(arguments.into)
-    for path in publish([Path(r) for r in arguments.runs], into, into / "rows.csv"):
+    for path in publish_into([Path(r) for r in arguments.runs], Path(arguments.into)):
         print(path)
     return 0
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from opkiln_bench.compare import changes
+    from opkiln_bench.compare import agreement, changes
     from opkiln_bench.records import read_run
 
     before, after = read_run(Path(arguments.before)), read_run(Path(arguments.after))
@@ -36,7 +36,35 @@ def compare(arguments: argparse.Namespace) -> int:
     slower = sum(c.kind == "slower" for c in found)
     faster = sum(c.kind == "faster" for c in found)
     print(f"{len(found)} rows in both: {slower} slower, {faster} faster")
+    print(agreement(before, after, arguments.backend) or "no row in both: nothing to compare")
     return 1 if slower and arguments.fail_on == "regression" else 0
+
+
+def history(arguments: argparse.Namespace) -> int:
+    from opkiln_bench.history import lines
+
+    for line in lines([Path(p) for p in arguments.paths], arguments.row):
+        print(line)
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    from opkiln_bench.records import read_runs
+    from opkiln_bench.verify import figures, measure_again, name_of, published_row
+
+    runs = read_runs(Path(arguments.run))
+    published = published_row(runs, arguments.row)
+    run = next(r for r in runs if r.name == published.run)
+    print(f"{name_of(published.record)}, run {run.name}, commit {run.header['commit']}")
+    again = measure_again(published, run, print)
+    found = figures(published, again, arguments.within)
+    for figure in found:
+        print(f"  {figure}")
+    if not found:
+        print(f"  nothing to compare: ours was {published.status}, is {again.status}")
+    reproduced = bool(found) and all(f.reproduced for f in found)
+    print("reproduced" if reproduced else "not reproduced")
+    return 0 if reproduced else 1
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
@@ -63,6 +91,8 @@ def collect(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report,
     "compare": compare,
+    "history": history,
+    "verify": verify,
     "calibrate": calibrate,
     "collect": collect,
 }
@@ -71,14 +101,21 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="opkiln-bench")
     sub = root.add_subparsers(dest="command", required=True)
-    p = sub.add_parser("report", help="pages and rows.csv from one or more runs")
+    p = sub.add_parser("report", help="pages, index.html and rows.csv from one or more runs")
     p.add_argument("runs", nargs="+", metavar="RUN", help="a record folder, such as runs/first")
-    p.add_argument("--into", default="report", help="folder for the pages and rows.csv")
+    p.add_argument("--into", default="report", help="folder for them and the records")
     p = sub.add_parser("compare", help="which rows of B became slower or faster than in A")
     p.add_argument("before", metavar="A")
     p.add_argument("after", metavar="B")
     p.add_argument("--backend", default="opkiln")
     p.add_argument("--fail-on", choices=["regression"], help="exit 1 if a row became slower")
+    p = sub.add_parser("history", help="one row through every run")
+    p.add_argument("row", metavar="ROW", help="op/workload/dtype, as patterns")
+    p.add_argument("paths", nargs="*", default=["runs"], help="runs, or folders of runs")
+    p = sub.add_parser("verify", help="measure one published row again: reproduced or not")
+    p.add_argument("run", metavar="RUN", help="a run, or a published report")
+    p.add_argument("--row", required=True, help="its line in rows.csv, from 1; or its name")
+    p.add_argument("--within", type=float, default=0.08, help="allowed difference (0.08)")
     p = sub.add_parser("calibrate", help="measure this GPU's limits and floor table")
     p.add_argument("--to", help="file to write; default: the user's configuration folder")
     p.add_argument("--samples", type=int, default=40)
@@ -89,10 +126,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; a record that cannot be read is one line and exit code 2."""
+    """Run a command; what it cannot read or find is one line and exit code 2."""
     arguments = parser().parse_args(argv)
     try:
         return COMMANDS[arguments.command](arguments)
-    except RecordError as error:
+    except (RecordError, CatalogueError) as error:
         print(f"opkiln-bench {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -16,8 +16,9 @@ from opkiln.policy import DEFAULT
 from opkiln.registry import REGISTRY
 from opkiln.spec import Call, OpSpec
 
-from opkiln_bench.catalogue import Row, choose
+from opkiln_bench.catalogue import CatalogueError, Row, choose
 from opkiln_bench.inputs import make_inputs
+from opkiln_bench.peers import absent
 
 
 @dataclass
@@ -73,6 +74,9 @@ class Contestant:
 def chosen_backends(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[str]:
     """Registered backends that match; ours first, so that forward rounds begin with it."""
     known = REGISTRY.backends()
+    for name, reason in absent().items():
+        if name in patterns and name not in known:
+            raise CatalogueError(f"backend {name} cannot be measured here: {reason}")
     names = choose(patterns, {*known, "opkiln"}, "backend")
     names = {n for n in names if not any(fnmatchcase(n, e) for e in exclude)}
     return sorted(names, key=lambda n: (n != "opkiln", n))

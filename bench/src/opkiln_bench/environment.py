@@ -21,6 +21,10 @@ DISTRIBUTIONS = (
     "opkiln-bench",
     "triton",
     "numpy",
+    "quack-kernels",
+    "flashinfer-python",
+    "liger-kernel",
+    "flag-gems",
 )
 
 

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from opkiln_bench.analysis import Result
 from opkiln_bench.catalogue import TORCH_NAMES
 from opkiln_bench.compare import Agreement
+from opkiln_bench.peers import unmeasured
 from opkiln_bench.records import Run
 
 FAMILIES = {
@@ -157,7 +158,9 @@ def write_pages(
     on_all = [r for r in rows if "all" in r.record["pages"]]
     titles = {r.record["timer"]["title"] for r in rows}
     shared = {"title_note": " · ".join(sorted(titles)), "wall": "CPU wall clock" in titles}
-    pages: dict[str, dict[str, Any]] = {"method.md": {"runs": runs, "agreements": agreements}}
+    pages: dict[str, dict[str, Any]] = {
+        "method.md": {"runs": runs, "agreements": agreements, "unmeasured": unmeasured()}
+    }
     for family, ops in by_family(rows).items():
         heading = FAMILIES.get(family, family)
         pages[f"{family}.md"] = {"heading": heading, "ops": ops, "template": "family.md"}

@@ -31,6 +31,7 @@ from opkiln_bench.contestants import chosen_backends
 from opkiln_bench.environment import commit, device_name, environment
 from opkiln_bench.lease import gpu_uuids, leased_gpu
 from opkiln_bench.limits import find_profile, limits_of
+from opkiln_bench.peers import absent
 from opkiln_bench.peers.torch_compile import BACKEND as TORCH_COMPILE
 from opkiln_bench.progress import Progress
 from opkiln_bench.records import SCHEMA_VERSION, Recorder, RecordError, read_run
@@ -100,6 +101,7 @@ def sweep_rows(
             "environment": environment(device),
             "config": {**raw, "device": profile},
             "backends": backends,
+            "absent": absent(),
         },
     )
     console.print(

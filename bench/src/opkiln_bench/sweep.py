@@ -90,7 +90,7 @@ class Sweep:
         implemented = REGISTRY.of(subject.spec.name)
         for backend in self.backends:
             if backend in implemented or backend == OURS:
-                with self.phase("first calls"):
+                with self.phase(f"first calls of {backend}"):
                     entries[backend] = self._enter(subject, backend, outputs, ready)
         with self.phase("checks"):
             self._check(subject, outputs, entries, ready)

@@ -47,6 +47,16 @@ def on_gpu(call: Call) -> Refusal | None:
     return inference_only(call)
 
 
+def even_padding(call: Call) -> Refusal | None:
+    """For convolutions: batched, padded alike on both sides of each dim, on a GPU."""
+    padding, ndim = call.params.padding, len(call.params.stride)
+    if list(padding[::2]) != list(padding[1::2]):
+        return Refusal("takes padding that is equal before and after")
+    if len(call.tensors.input.shape) != ndim + 2:
+        return Refusal("takes batched input")
+    return on_gpu(call)
+
+
 def rows_only(*needed: str, dtypes: tuple[torch.dtype, ...] = ()) -> Supports:
     """For row norms: contiguous CUDA tensors, one normalized dim, these tensors present."""
 

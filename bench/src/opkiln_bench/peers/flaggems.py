@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,11 +14,14 @@ from opkiln.spec import Call
 
 from opkiln_bench.peers.common import even_padding, on_copies, on_gpu, peer, rows_only
 
+BACKEND = "flaggems"
+DISTRIBUTION = "flag-gems"
+
 
 def implementations() -> list[Implementation]:
     return peer(
-        "flaggems",
-        "flag-gems",
+        BACKEND,
+        DISTRIBUTION,
         {
             "rms_norm": (rows_only("weight"), load_rms_norm),
             "layer_norm": (rows_only(), load_layer_norm),
@@ -122,9 +127,7 @@ def load_batch_norm_backward() -> Prepare:
 
         def launch(*t: torch.Tensor) -> Any:
             grad_out, x, weight, mean, rstd = t
-            return batch_norm_backward(
-                grad_out, x, weight, None, None, mean, rstd, True, 0.0, mask
-            )
+            return batch_norm_backward(grad_out, x, weight, None, None, mean, rstd, True, 0.0, mask)
 
         return launch
 
@@ -133,16 +136,12 @@ def load_batch_norm_backward() -> Prepare:
 
 def load_conv(ndim: int) -> Callable[[], Prepare]:
     def load() -> Prepare:
-        module = import_module(f"flag_gems.ops.conv{ndim}d")
-        conv = getattr(module, f"conv{ndim}d")
+        conv = getattr(import_module(f"flag_gems.ops.conv{ndim}d"), f"conv{ndim}d")
 
         def prepare(call: Call) -> Launch:
             p = call.params
-            sizes = [p.stride, p.padding[::2], p.dilation]
-            stride, padding, dilation = ([s[0]] if ndim == 1 else list(s) for s in sizes)
-            if ndim == 1:
-                stride, padding, dilation = stride[0], padding[0], dilation[0]
-            return lambda x, w, b: conv(x, w, b, stride, padding, dilation, p.groups)
+            sizes = (list(p.stride), list(p.padding[::2]), list(p.dilation), p.groups)
+            return lambda x, weight, bias: conv(x, weight, bias, *sizes)
 
         return prepare
 

@@ -10,14 +10,17 @@ from opkiln.spec import Call
 
 from opkiln_bench.peers.common import peer, rows_only
 
+BACKEND = "liger"
+DISTRIBUTION = "liger-kernel"
+
 ALL_FLOAT32 = "gemma"
 NO_OFFSET = 0.0
 
 
 def implementations() -> list[Implementation]:
     return peer(
-        "liger",
-        "liger-kernel",
+        BACKEND,
+        DISTRIBUTION,
         {
             "rms_norm": (rows_only(), load_rms_norm),
             "layer_norm": (rows_only("weight", "bias"), load_layer_norm),

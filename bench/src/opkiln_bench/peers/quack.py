@@ -10,11 +10,14 @@ from opkiln.spec import Call
 
 from opkiln_bench.peers.common import Once, as_rows, peer, rows_only
 
+BACKEND = "quack"
+DISTRIBUTION = "quack-kernels"
+
 
 def implementations() -> list[Implementation]:
     return peer(
-        "quack",
-        "quack-kernels",
+        BACKEND,
+        DISTRIBUTION,
         {
             "rms_norm": (rows_only(), load_rms_norm),
             "layer_norm": (rows_only("weight"), load_layer_norm),

@@ -14,6 +14,8 @@ from opkiln.ops import CATALOGUE
 from opkiln.registry import Implementation, inference_only
 from opkiln.spec import Call
 
+from opkiln_bench.peers.compositions import composition
+
 BACKEND = "torch-compile"
 
 
@@ -40,11 +42,10 @@ def load() -> Callable[[Call], Callable[..., Any]]:
 
 
 def prepare(call: Call) -> Callable[..., Any]:
-    composition = call.spec.native or call.spec.reference
-    params, present = vars(call.params), call.present
+    compute, present = composition(call), call.present
 
     def natural(*tensors: torch.Tensor | None) -> Any:
-        outs = composition(*tensors, **params)
+        outs = compute(*tensors)
         outs = outs if isinstance(outs, tuple) else (outs,)
         kept = tuple(o for o, here in zip(outs, present, strict=False) if here)
         return kept[0] if len(kept) == 1 else kept

@@ -87,7 +87,8 @@ function ratios(title, rows) {
   const low = Math.min(0.8, points[0].lo), high = Math.max(1.25, ...points.map((r) => r.hi)) * 1.05;
   const x = (i) => LEFT + ((WIDTH - LEFT - RIGHT) * (i + 0.5)) / points.length, y = onY(low, high);
   const svg = frame(`Ratios of ${title}`, "rows, by ratio", "best other / ours");
-  gridY(svg, y, ticks(low, high, high / low > 30 ? [1] : [1, 2, 5]));
+  const span = high / low;
+  gridY(svg, y, ticks(low, high, span > 30 ? [1] : span > 5 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 3, 8, 9]));
   svg.append(shape("line", { class: "roof", x1: LEFT, x2: WIDTH - RIGHT, y1: y(1), y2: y(1) }));
   points.forEach((row, i) => {
     const whisker = shape("line", { class: "whisker", x1: x(i), x2: x(i), y1: y(row.lo), y2: y(row.hi) });

@@ -8,7 +8,7 @@ const GLYPHS = { ahead: "▲", level: "●", behind: "▼", bad: "✕" };
 
 const digits = (v, n) => (v == null ? "–" : Number(v.toPrecision(n)).toString());
 const percent = (v) => (v == null ? "–" : Math.round(100 * v) + " %");
-const time = (us) => (us == null ? "–" : us >= 100 ? us.toFixed(0) : digits(us, 3));
+const time = (us) => (us == null ? "–" : us.toFixed(us >= 100 ? 0 : us >= 10 ? 1 : 2));
 const best = (r) => r.alternatives[0] || [null, null];
 // key, heading, value to sort by, text, number?, hidden on a phone?
 const COLUMNS = [

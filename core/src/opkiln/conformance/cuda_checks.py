@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opkiln.conformance.cases import Case, cases_of
+from opkiln.conformance.cases import SHORT, Case, cases_of, expand
 from opkiln.conformance.checks import (
     SETS,
     Fault,
@@ -25,9 +25,12 @@ from opkiln.conformance.checks import (
     run,
 )
 from opkiln.conformance.compare import compare
-from opkiln.conformance.rows import BATCHED
+from opkiln.conformance.rows import BATCHED, TABLES
+from opkiln.conformance.rows.large import MANY, TILED
 from opkiln.conformance.tensors import T, bits, storage_of
 from opkiln.dispatch import plan, refusal
+from opkiln.errors import BackendError
+from opkiln.ops import CATALOGUE
 from opkiln.policy import DEFAULT
 from opkiln.registry import REGISTRY, Launch
 from opkiln.road import Bound
@@ -36,11 +39,11 @@ from opkiln.spec import Call
 SLOW_CYCLES = 20_000_000  # about 10 ms at 2 GHz: longer than any launch of these cases
 ROWS = 67  # of a batch that is repeated; a prime, so that no tile size divides it
 MANY_ROWS = 65_537  # more than a grid's y and z axes hold
-MANY_ELEMENTS = 2**31 + 4096  # offsets no longer fit in 32 bits
+MANY_ELEMENTS = 2**32 + 4096  # offsets fit in no 32 bits, those of the second half in no int32
 
 
 def device_checks(op: str, backend: str, device: torch.device, big: bool) -> Iterator[Outcome]:
-    """The checks of one op, on its first case."""
+    """The checks of one op: of its first case, and the rows that only a GPU runs."""
     cases = cases_of(op)
     if not cases:
         return
@@ -51,9 +54,30 @@ def device_checks(op: str, backend: str, device: torch.device, big: bool) -> Ite
         yield judged(grown(case), backend, device, "many_rows", with_many_rows)
     if torch.cuda.device_count() > 1:
         yield on_second_device(case, backend)
-    if big and op in BATCHED:
-        yield judged(grown(case), backend, device, "above_32_bits", above_32_bits)
-        torch.cuda.empty_cache()
+    for many in many_cases(op):
+        yield check(many, backend, device)
+    if big:
+        for large in big_cases(case):
+            yield judged(large, backend, device, "above_32_bits", above_32_bits)
+            torch.cuda.empty_cache()
+
+
+def many_cases(op: str) -> Iterator[Case]:
+    """Cases with more channels, heads, tokens or groups than a grid's y and z axes hold."""
+    spec = CATALOGUE[op]
+    forward = spec.forward_op or op
+    for r in MANY.get(forward, ()):
+        yield from expand(spec, TABLES[forward][0], r, first=False)
+
+
+def big_cases(case: Case) -> Iterator[Case]:
+    """Cases to repeat until 32 bits do not count their elements."""
+    if case.op in BATCHED:
+        yield grown(case)
+    if case.op in TILED:
+        r = TILED[case.op].row
+        name = f"{r.label}-{SHORT[r.dtypes[0]]}"
+        yield Case(case.op, name, "forward", case.function, r, r.dtypes[0])
 
 
 def judged(
@@ -76,6 +100,8 @@ def judged(
         body(case, backend, bound)
     except Fault as fault:
         return Outcome(case.op, label, "failed", str(fault))
+    except BackendError as error:  # it refuses the large call
+        return Outcome(case.op, label, "refused", str(error))
     except Exception as error:  # whatever a backend raises is its failure
         text = f"raised {type(error).__name__}: {error}".splitlines()[0]
         return Outcome(case.op, label, "failed", text)
@@ -174,32 +200,50 @@ def grown(case: Case) -> Case:
 def with_many_rows(case: Case, backend: str, bound: Bound) -> None:
     """More rows than a 16-bit grid axis holds: the batch again and again, every row compared."""
     times = -(-MANY_ROWS // ROWS)
-    for name, out, expected in repeated(backend, bound, times):
+    for name, out, expected in repeated(case, backend, bound, times):
         whole = expected.repeat(times, *[1] * (expected.ndim - 1))
         assert_close(case, backend, bound, name, out, whole)
 
 
 def above_32_bits(case: Case, backend: str, bound: Bound) -> None:
-    """More than 2^31 elements in the first batched tensor: the first and the last rows compared."""
-    first = bound.tensors[bound.spec.tensor_names.index(BATCHED[case.op][0])]
+    """More than 2^32 elements in the first tensor that grows: a tile at the start, one just above
+    2^31 elements and the last one compared."""
+    names, dim = growth(case)
+    first = bound.tensors[bound.spec.tensor_names.index(names[0])]
     assert first is not None
-    for name, out, expected in repeated(backend, bound, -(-MANY_ELEMENTS // first.numel())):
-        for rows in (out[:ROWS], out[-ROWS:]):
-            assert_close(case, backend, bound, name, rows, expected)
+    times = -(-MANY_ELEMENTS // first.numel())
+    for name, out, expected in repeated(case, backend, bound, times):
+        size = expected.shape[dim]
+        for tile in (0, min(times // 2 + 1, times - 1), times - 1):
+            part = out.narrow(dim, tile * size, size)
+            assert_close(case, backend, bound, name, part, expected)
+
+
+def growth(case: Case) -> tuple[tuple[str, ...], int]:
+    """The tensors that can be repeated, and along which dim."""
+    tiled = TILED.get(case.op)
+    if tiled is not None and tiled.row is case.row:
+        return tiled.names, tiled.dim
+    return BATCHED[case.op], 0
 
 
 def repeated(
-    backend: str, bound: Bound, times: int
+    case: Case, backend: str, bound: Bound, times: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, output for the batch repeated `times`, and what one batch's output has to be."""
+    """Name, output for `times` repetitions, and what the output of one has to be."""
     call = call_of(bound, backend)
     expected = expected_of(bound, call)
-    names = BATCHED[bound.spec.name]
+    names, dim = growth(case)
+
+    def repeat(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat([times if d == dim else 1 for d in range(x.ndim)])
+
     tensors = tuple(
-        x.repeat(times, *[1] * (x.ndim - 1)) if x is not None and name in names else x
+        repeat(x) if x is not None and name in names else x
         for name, x in zip(bound.spec.tensor_names, bound.tensors, strict=True)
     )
-    outs = run(launch_of(bound._replace(tensors=tensors), backend), bound._replace(tensors=tensors))
+    large = bound._replace(tensors=tensors)
+    outs = run(launch_of(large, backend), large)
     yield from zip(output_names(call), outs, expected, strict=False)
 
 
@@ -208,6 +252,8 @@ def assert_close(
 ) -> None:
     terms = bound.spec.reduction(call_of(bound, backend))
     exact = is_exact(case)
+    if case.op in SETS:
+        out, expected = in_order(out), in_order(expected)
     result = compare(
         name,
         out,

@@ -106,12 +106,16 @@ def conform(
     """Run the cases of a backend.
 
     ops: python names, None: those that the backend implements. dtypes: None for all.
-    progress(outcome): called after each case. big: also calls above 2^31 elements (CUDA only).
+    progress(outcome): called after each case. big: also calls above 2^32 elements (CUDA only; up to
+    100 GB of its memory).
     On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
-    device where there is one. Raises ArgumentError for an unknown backend, op or device.
+    device where there is one. Raises ArgumentError for an unknown backend, op or device, and for
+    `big` on a CPU.
     """
     names = chosen_ops(backend, ops)
     where = chosen_device(device)
+    if big and where.type != "cuda":
+        raise ArgumentError(f"conform: big calls need a GPU, the device is {where}")
     chosen = None if dtypes is None else tuple(dtypes)
     reports = []
     for name in names:

@@ -101,6 +101,7 @@ FILLS: dict[str, Callable[..., torch.Tensor]] = {
     "large": scaled(9000.0),
     "mean500": scaled(1.0, 500.0),
     "mean2000": scaled(1.0, 2000.0),
+    "near one": lambda shape, g: 1 + normal(shape, g).abs() * 1e-3,
     "ties": ties,
     "nan": sprinkled(NAN),
     "inf": sprinkled(INF, -INF),

@@ -65,6 +65,11 @@ def has_compiler() -> bool:
         return False
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"

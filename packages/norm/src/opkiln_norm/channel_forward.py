@@ -29,7 +29,7 @@ from opkiln_norm.channel_tile import (
     store_statistic,
     store_tile,
 )
-from opkiln_norm.row_norm import read_again
+from opkiln_norm.row_tiles import read_again
 
 
 @triton.jit
@@ -67,28 +67,22 @@ def write_tiles(x, y_rows, row_ok, first, J, mean, rstd, w, b, col_sizes, y_step
 
 @triton.jit
 def save_statistics(mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok,
-                    stat_outer, stat_row, per_group, POOL: tl.constexpr,
+                    stat, per_group, POOL: tl.constexpr,
                     SEGMENT: tl.constexpr):  # fmt: skip
     """Store those that have a pointer."""
     if mean_ptr is not None:
-        store_statistic(
-            mean_ptr, mean, outer, i, row_ok, stat_outer, stat_row, per_group, POOL, SEGMENT
-        )
+        store_statistic(mean_ptr, mean, outer, i, row_ok, stat, per_group, POOL, SEGMENT)
     if rstd_ptr is not None:
-        store_statistic(
-            rstd_ptr, rstd, outer, i, row_ok, stat_outer, stat_row, per_group, POOL, SEGMENT
-        )
+        store_statistic(rstd_ptr, rstd, outer, i, row_ok, stat, per_group, POOL, SEGMENT)
     if moment_ptr is not None:
-        store_statistic(
-            moment_ptr, moment, outer, i, row_ok, stat_outer, stat_row, per_group, POOL, SEGMENT
-        )
+        store_statistic(moment_ptr, moment, outer, i, row_ok, stat, per_group, POOL, SEGMENT)
 
 
 @triton.jit
 def resident_kernel(
     x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr,  # None: absent
     x_steps, y_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels, per_group,
-    stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum,
+    stat, strides, count, eps, momentum,
     AVERAGED: tl.constexpr, X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr,
     POOL: tl.constexpr, SEGMENT: tl.constexpr, CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, ALIGN_I: tl.constexpr,
@@ -109,10 +103,10 @@ def resident_kernel(
         x_rows, row_ok, 0, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT
     )
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
-    w = load_optional(w_ptr, channel, stride_w, row_ok, CHANNEL)
-    b = load_optional(b_ptr, channel, stride_b, row_ok, CHANNEL)
-    old_mean = load_optional(rm_ptr, channel, stride_rm, row_ok, CHANNEL)
-    old_var = load_optional(rv_ptr, channel, stride_rv, row_ok, CHANNEL)
+    w = load_optional(w_ptr, channel, strides[2], row_ok, CHANNEL)
+    b = load_optional(b_ptr, channel, strides[3], row_ok, CHANNEL)
+    old_mean = load_optional(rm_ptr, channel, strides[0], row_ok, CHANNEL)
+    old_var = load_optional(rv_ptr, channel, strides[1], row_ok, CHANNEL)
 
     total = x[0].to(tl.float32)
     for c in tl.static_range(1, CHUNKS):
@@ -134,7 +128,7 @@ def resident_kernel(
         Y_DENSE, PACKED, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
     )  # fmt: skip
     save_statistics(
-        mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat_outer, stat_row,
+        mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat,
         per_group, POOL, SEGMENT,
     )  # fmt: skip
     if rm_ptr is not None:
@@ -142,5 +136,5 @@ def resident_kernel(
         if AVERAGED:
             mean = tl.sum(tl.where(row_ok, mean, 0.0)) / I
             var = tl.sum(tl.where(row_ok, var, 0.0)) / I
-        move_running(rm_ptr, old_mean, channel, stride_rm, mean, momentum, row_ok, CHANNEL)
-        move_running(rv_ptr, old_var, channel, stride_rv, var, momentum, row_ok, CHANNEL)
+        move_running(rm_ptr, old_mean, channel, strides[0], mean, momentum, row_ok, CHANNEL)
+        move_running(rv_ptr, old_var, channel, strides[1], var, momentum, row_ok, CHANNEL)

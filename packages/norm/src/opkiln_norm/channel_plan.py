@@ -20,7 +20,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -41,7 +41,8 @@ class Tiling:
     """What the tuning table sets: see `channel_forward` for the meaning of each.
 
     slices: 0 keeps a set in registers, in one kernel; else a set is cut into so many slices.
-    stream: one persistent kernel of `slices` programs instead of one for each pass.
+    stream: one persistent kernel, with so many programs (and slices) a multiprocessor, instead of
+        one for each pass.
     """
 
     block_m: int
@@ -49,7 +50,7 @@ class Tiling:
     num_warps: int
     chunks: int = 1
     slices: int = 0
-    stream: bool = False
+    stream: int = 0
     packed: bool = False
     evict: str = ""
     store_cache: str = ""
@@ -171,9 +172,7 @@ def merge(dims: Iterable[Dim]) -> list[Dim]:
     for size, strides in dims:
         if size == 1:
             continue
-        if found and all(
-            a == size * b for a, b in zip(found[-1][1], strides, strict=True)
-        ):
+        if found and all(a == size * b for a, b in zip(found[-1][1], strides, strict=True)):
             found[-1] = (found[-1][0] * size, strides)
         else:
             found.append((size, strides))
@@ -181,9 +180,7 @@ def merge(dims: Iterable[Dim]) -> list[Dim]:
 
 
 def dims_of(metas: Sequence[TensorMeta]) -> list[Dim]:
-    return [
-        (size, tuple(m.stride[d] for m in metas)) for d, size in enumerate(metas[0].shape)
-    ]
+    return [(size, tuple(m.stride[d] for m in metas)) for d, size in enumerate(metas[0].shape)]
 
 
 def make_view(
@@ -288,50 +285,46 @@ def resident(view: View, itemsize: int, tensors: int) -> bool:
     return elements <= RESIDENT_ELEMENTS and elements * itemsize <= RESIDENT_BYTES
 
 
-def cut(n: int) -> tuple[int, int]:
-    """Block and number of blocks that cover n with less than a quarter to spare."""
-    full = power_of_two(n)
-    block = full if full == n or n < 64 else full // 8
-    return block, -(-n // block)
-
-
 def rule(view: View, itemsize: int, tensors: int, given: bool) -> Tiling:
     """A tiling for any view, where the table is silent."""
     vector = 16 // itemsize
     if not given and resident(view, itemsize, tensors):
         return resident_rule(view, itemsize, vector)
+    tile = 256 * vector  # a vector for each thread of 8 warps
     if view.steps[0].dense == 0:
-        block_m = min(power_of_two(view.rows), 8 * vector)
+        block_n = min(power_of_two(view.cols), 32)
+        block_m = min(power_of_two(view.rows), max(8 * vector, tile // block_n))
         if view.segment:
             block_m = max(block_m, power_of_two(view.per_group))
-        block_n, warps = min(power_of_two(view.cols), max(2048 * vector // block_m // 8, 1)), 8
+        block_n, warps = min(power_of_two(view.cols), max(tile // block_m, 1)), 8
     else:
-        block_n = min(power_of_two(view.cols), 256 * vector)
-        block_m = 256 * vector // block_n if view.pool or given else 1
+        block_n = min(power_of_two(view.cols), tile)
+        block_m = tile // block_n if view.pool or given else 1
         block_m, warps = min(block_m, power_of_two(view.rows)), 8
-    room = max(4 if view.cols >= 4 * block_n else 1, 1)
-    t = Tiling(block_m, block_n, warps, chunks=room, evict="evict_first" if given else "")
+    chunks = 4 if view.cols >= 4 * block_n else 1
+    t = Tiling(block_m, block_n, warps, chunks=chunks, evict="evict_first" if given else "")
     plan = ChannelPlan(view, t, "rule")
     wanted = -(-8 * MULTIPROCESSORS // max(plan.units, 1))
     return replace(t, slices=max(min(plan.items, wanted, MAX_SLICES), 1))
 
 
 def resident_rule(view: View, itemsize: int, vector: int) -> Tiling:
-    """A set in registers: 2 to 4 vectors a thread; several sets a program where they are small."""
-    block_n, chunks = cut(view.cols)
+    """A set in registers: 2 vectors a thread; several sets a program where they are small."""
     fixed = view.pool or view.averaged
     block_m = power_of_two(view.rows if fixed else view.per_group if view.segment else 1)
-    tile = block_m * block_n * chunks
+    block_n = power_of_two(view.cols)
     if not fixed:
         least = 4 if view.steps[0].dense == 0 else 1
-        sets = min(max(8 * 32 * vector // tile, least), power_of_two(view.rows))
+        sets = min(max(8 * 32 * vector // (block_m * block_n), least), power_of_two(view.rows))
         sets = 1 << (sets.bit_length() - 1)
-        if block_m * sets * block_n * chunks <= RESIDENT_ELEMENTS:
-            block_m *= sets
-            tile *= sets
-    warps = min(max(power_of_two(tile // (64 * vector)), 1), 32)
-    packed = itemsize == 2 and tile > 16 * 32 * warps
-    return Tiling(block_m, block_n, warps, chunks=chunks, packed=packed)
+        block_m *= sets if block_m * sets * block_n <= RESIDENT_ELEMENTS else 1
+    warp = 32 * vector  # elements that a warp loads at once
+    eighth = block_n // 8
+    if view.cols <= 7 * eighth and block_m * eighth >= 8 * warp:  # fewer idle lanes
+        return Tiling(block_m, eighth, 8, chunks=-(-view.cols // eighth), packed=itemsize == 2)
+    warps = min(max(block_m * block_n // (2 * warp), 1), 32)
+    packed = itemsize == 2 and block_m * block_n > 2 * warp * warps
+    return Tiling(block_m, block_n, warps, packed=packed)
 
 
 @functools.cache
@@ -349,6 +342,40 @@ def plan_of(op: str, view: View, itemsize: int, tensors: int, given: bool = Fals
     if min(view.outer, view.rows, view.cols) == 0:
         raise ValueError("an input of no elements")
     for row in tuning_rows():
-        if (row["op"], row["itemsize"], row["view"]) == (op, itemsize, view.key):
+        key = (row["op"], row["itemsize"], row["given"], row["view"])
+        if key == (op, itemsize, given, view.key):
             return ChannelPlan(view, Tiling(**row["use"]), row["label"], given)
     return ChannelPlan(view, rule(view, itemsize, tensors, given), "rule", given)
+
+
+def forward_plan(call: Call) -> ChannelPlan:
+    """The plan of a batch_norm, group_norm or instance_norm call. ValueError: it cannot be."""
+    x, params, op = call.tensors.input, call.params, call.spec.name
+    metas, itemsize = (x, call.outputs[0]), x.dtype.itemsize
+    if 0 in x.shape:
+        raise ValueError("an input of no elements")
+    if op == "group_norm":
+        affine = call.tensors.weight is not None or call.tensors.bias is not None
+        return plan_of(op, group_view(metas, params.num_groups, affine), itemsize, 1)
+    given = not (params.training if op == "batch_norm" else params.use_input_stats)
+    if given:
+        view = instance_view(metas)
+        if op == "batch_norm":  # what it saves are its channels' statistics, not the planes'
+            view = replace(view, statistics=(x.shape[1], 1))
+        return plan_of(op, view, itemsize, 1, given)
+    if op == "batch_norm":
+        return plan_of(op, batch_view(metas), itemsize, 1)
+    if call.tensors.running_mean is not None and not channels_first_in_memory(x):
+        view = instance_view(metas, averaged=True)
+        if resident(view, itemsize, 1):
+            return plan_of(op, view, itemsize, 1)
+    return plan_of(op, instance_view(metas), itemsize, 1)
+
+
+def backward_plan(call: Call) -> ChannelPlan:
+    """The plan of a batch_norm_backward call."""
+    x, g = call.tensors.input, call.tensors.grad_out
+    if 0 in x.shape:
+        raise ValueError("an input of no elements")
+    grad_input = call.outputs[0] if call.params.output_mask[0] else x
+    return plan_of(call.spec.name, batch_view((x, g, grad_input)), x.dtype.itemsize, 2)

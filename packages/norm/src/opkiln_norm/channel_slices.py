@@ -151,7 +151,7 @@ def moments_kernel(
 def apply_slice(
     x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
     outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes, col_sizes, I, J,
-    channels, per_group, stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b,
+    channels, per_group, stat, strides,
     count, eps, momentum, GIVEN: tl.constexpr, SLICES: tl.constexpr,
     X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
     CHANNEL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
@@ -160,17 +160,16 @@ def apply_slice(
 ):  # fmt: skip
     """Normalize slice `part` of a set, its last tile first; part 0 writes the statistics.
 
-    GIVEN: the running statistics serve, a row is a plane, and the saved ones are of the first
-    sample's planes where stat_outer says so.
+    GIVEN: the running statistics serve, and a row is a plane.
     """
     local = tl.arange(0, BLOCK_M)[:, None]
     i = first_row + local
     row_ok = (i < I) & (local < ROWS)
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
-    w = load_optional(w_ptr, channel, stride_w, row_ok, CHANNEL)
-    b = load_optional(b_ptr, channel, stride_b, row_ok, CHANNEL)
-    old_mean = load_optional(rm_ptr, channel, stride_rm, row_ok, CHANNEL)
-    old_var = load_optional(rv_ptr, channel, stride_rv, row_ok, CHANNEL)
+    w = load_optional(w_ptr, channel, strides[2], row_ok, CHANNEL)
+    b = load_optional(b_ptr, channel, strides[3], row_ok, CHANNEL)
+    old_mean = load_optional(rm_ptr, channel, strides[0], row_ok, CHANNEL)
+    old_var = load_optional(rv_ptr, channel, strides[1], row_ok, CHANNEL)
     if GIVEN:
         mean = old_mean
         moment = old_var
@@ -182,13 +181,12 @@ def apply_slice(
         rstd = tl.rsqrt(moment / count + eps)
     if part == 0:
         save_statistics(
-            mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat_outer,
-            stat_row, per_group, POOL, SEGMENT,
+            mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat, per_group, POOL, SEGMENT,
         )  # fmt: skip
         if rm_ptr is not None and not GIVEN:
             var = moment / (count - 1)
-            move_running(rm_ptr, old_mean, channel, stride_rm, mean, momentum, row_ok, CHANNEL)
-            move_running(rv_ptr, old_var, channel, stride_rv, var, momentum, row_ok, CHANNEL)
+            move_running(rm_ptr, old_mean, channel, strides[0], mean, momentum, row_ok, CHANNEL)
+            move_running(rv_ptr, old_var, channel, strides[1], var, momentum, row_ok, CHANNEL)
 
     start, end = slice_items(items, part, slices)
     for k in tl.range(start, end):
@@ -196,8 +194,8 @@ def apply_slice(
         row_ok = (i < I) & (local < ROWS)
         if CHANNEL == "group":  # of this band of rows
             channel = channel_of(outer, i, channels, per_group, CHANNEL)
-            w = load_optional(w_ptr, channel, stride_w, row_ok, CHANNEL)
-            b = load_optional(b_ptr, channel, stride_b, row_ok, CHANNEL)
+            w = load_optional(w_ptr, channel, strides[2], row_ok, CHANNEL)
+            b = load_optional(b_ptr, channel, strides[3], row_ok, CHANNEL)
         x_rows = row_pointers(x_ptr, outer, i, outer_sizes, x_steps, X_DENSE, ALIGN)
         x = load_tiles(
             x_rows, row_ok, first, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS,
@@ -214,7 +212,7 @@ def apply_slice(
 def apply_kernel(
     x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
     x_steps, y_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels, per_group,
-    stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum,
+    stat, strides, count, eps, momentum,
     slices, items, sets, GIVEN: tl.constexpr, SLICES: tl.constexpr,
     X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
     CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
@@ -230,8 +228,8 @@ def apply_kernel(
     apply_slice(
         x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
         outer, first_row, program % slices, slices, items, sets, x_steps, y_steps, outer_sizes,
-        col_sizes, i_units * ALIGN_I, j_units * ALIGN_J, channels, per_group, stat_outer, stat_row,
-        stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum, GIVEN, SLICES,
+        col_sizes, i_units * ALIGN_I, j_units * ALIGN_J, channels, per_group, stat,
+        strides, count, eps, momentum, GIVEN, SLICES,
         X_DENSE, Y_DENSE, POOL, SEGMENT, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS,
         EVICT, STORE_CACHE,
     )  # fmt: skip
@@ -254,10 +252,19 @@ def wait_for_all(counters_ptr, unit, programs):
 
 
 @triton.jit
+def leave(counters_ptr, units, programs):
+    """The last program to leave, when no other reads a counter any more, sets them all to 0."""
+    if tl.atomic_add(counters_ptr + units, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        lanes = tl.arange(0, 128)
+        for first in tl.range(0, units + 1, 128):
+            tl.store(counters_ptr + first + lanes, 0, mask=first + lanes <= units)
+
+
+@triton.jit
 def stream_kernel(
     x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
     x_steps, y_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels, per_group,
-    stat_outer, stat_row, stride_rm, stride_rv, stride_w, stride_b, count, eps, momentum,
+    stat, strides, count, eps, momentum,
     slices, items, sets, counters_ptr, units, GIVEN: tl.constexpr, SLICES: tl.constexpr,
     X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
     CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
@@ -267,7 +274,7 @@ def stream_kernel(
 ):  # fmt: skip
     """Grid: `slices` programs, all resident (a cooperative launch). Each takes its slice of every
     unit in turn: the moments of unit k, then the result of unit k - 1, whose moments the others
-    have had a unit's time to write. counters [units] starts at 0.
+    have had a unit's time to write. counters [units + 1] is 0 before and after.
     """
     I = i_units * ALIGN_I  # noqa: E741
     J = j_units * ALIGN_J
@@ -287,11 +294,11 @@ def stream_kernel(
             apply_slice(
                 x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
                 outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes,
-                col_sizes, I, J, channels, per_group, stat_outer, stat_row, stride_rm, stride_rv,
-                stride_w, stride_b, count, eps, momentum, GIVEN, SLICES, X_DENSE, Y_DENSE, POOL,
+                col_sizes, I, J, channels, per_group, stat, strides, count, eps, momentum, GIVEN, SLICES, X_DENSE, Y_DENSE, POOL,
                 SEGMENT, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS, "evict_first",
                 STORE_CACHE,
             )  # fmt: skip
+    leave(counters_ptr, units, slices)
 
 
 @triton.jit
@@ -302,10 +309,11 @@ def average_kernel(mean_ptr, moment_ptr, rm_ptr, rv_ptr, stride_rm, stride_rv, N
     ok = c < C
     mean = tl.full([BLOCK], 0.0, tl.float32)
     moment = tl.full([BLOCK], 0.0, tl.float32)
-    for n in tl.range(0, N):
-        index = n.to(tl.int64) * C + c
+    index = c.to(tl.int64)
+    for _ in tl.range(0, N):
         mean += tl.load(mean_ptr + index, mask=ok, other=0.0)
         moment += tl.load(moment_ptr + index, mask=ok, other=0.0)
+        index += C
     old_mean = load_channel(rm_ptr, c, stride_rm, ok, "row")
     old_var = load_channel(rv_ptr, c, stride_rv, ok, "row")
     var = moment / N / (count - 1)

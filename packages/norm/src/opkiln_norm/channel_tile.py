@@ -7,7 +7,7 @@ time along the cols. See channel_plan for what outer, rows and cols are. Offsets
 import triton
 import triton.language as tl
 
-from opkiln_norm.row_norm import row_offsets
+from opkiln_norm.row_tiles import row_offsets
 
 
 @triton.jit
@@ -129,17 +129,17 @@ def store_channel(ptr, channel, stride, value, ok, CHANNEL: tl.constexpr):
 
 
 @triton.jit
-def store_statistic(ptr, value, outer, i, row_ok, stride_outer, stride_row, per_group,
+def store_statistic(ptr, value, outer, i, row_ok, stat, per_group,
                     POOL: tl.constexpr, SEGMENT: tl.constexpr):  # fmt: skip
-    """A set's statistic, saved for the backward."""
+    """A set's statistic. stat: strides along outer and rows, and how many there are."""
     if POOL:
         tl.store(ptr + outer, value)
     elif SEGMENT:
         first = row_ok & (i % per_group == 0)
-        tl.store(ptr + outer.to(tl.int64) * stride_outer + i // per_group, value, mask=first)
+        tl.store(ptr + outer.to(tl.int64) * stat[0] + i // per_group, value, mask=first)
     else:
-        index = outer.to(tl.int64) * stride_outer + i.to(tl.int64) * stride_row
-        tl.store(ptr + index, value, mask=row_ok)
+        index = outer.to(tl.int64) * stat[0] + i.to(tl.int64) * stat[1]
+        tl.store(ptr + index, value, mask=row_ok & (index < stat[2]))
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -24,6 +25,7 @@ ROW_NORMS = (
     "ada_layer_norm_zero",
 )
 TRAITS = frozenset({"deterministic", "batch_invariant"})
+CHANNEL_NORMS = ("batch_norm", "group_norm", "instance_norm")
 
 
 @functools.cache
@@ -67,6 +69,45 @@ def row_norm(op: str) -> Implementation:
     )
 
 
+def supports_channel_norm(call: Call) -> Refusal | None:
+    from opkiln_norm import channel_plan
+
+    for name, meta in vars(call.tensors).items():
+        if meta is not None and meta.dtype not in DTYPES:
+            return Refusal(f"serves float16, bfloat16 and float32, {name} is {meta.dtype}")
+    backward = call.spec.name == "batch_norm_backward"
+    try:
+        channel_plan.backward_plan(call) if backward else channel_plan.forward_plan(call)
+    except ValueError as error:
+        return Refusal(str(error))
+    return device_refusal(call.device)
+
+
+def load_channel_forward() -> Prepare:
+    from opkiln_norm.channel_norm import prepare_forward
+
+    return prepare_forward
+
+
+def load_channel_backward() -> Prepare:
+    from opkiln_norm.channel_norm import prepare_backward
+
+    return prepare_backward
+
+
+def channel_norm(op: str, loader: Callable[[], Prepare]) -> Implementation:
+    """Not batch invariant: tiles follow the number of samples."""
+    version = metadata.version("opkiln-norm")
+    traits = frozenset({"deterministic"})
+    return Implementation(
+        op, "opkiln", version, 1, supports_channel_norm, loader, priority=10, traits=traits
+    )
+
+
 @hookimpl
 def opkiln_implementations() -> list[Any]:
-    return [row_norm(op) for op in ROW_NORMS]
+    return [
+        *[row_norm(op) for op in ROW_NORMS],
+        *[channel_norm(op, load_channel_forward) for op in CHANNEL_NORMS],
+        channel_norm("batch_norm_backward", load_channel_backward),
+    ]

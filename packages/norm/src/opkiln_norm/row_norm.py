@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from opkiln_norm import row_cluster
 from opkiln_norm.row_plan import multiprocessors, plan_for
 from opkiln_norm.row_tiles import (
     head_moments,
@@ -184,6 +185,9 @@ RESULTS = ("out", "residual_out", "mean", "rstd")
 
 def prepare(call: Any) -> Callable[..., Any]:
     """Plan a row norm call once; the result allocates and launches."""
+    clustered = row_cluster.prepare(call)
+    if clustered is not None:
+        return clustered
     plan = plan_for(call)
     spec, device = call.spec, call.device
     names = spec.tensor_names

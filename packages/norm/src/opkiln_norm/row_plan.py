@@ -88,7 +88,7 @@ class RowPlan:
             "EVEN": self.even,
             "PERSISTENT": t.programs_per_sm > 0,
             "PRELOAD": t.preload,
-            "PACKED": t.packed and not adds(call),
+            "PACKED": t.packed,
             "ALIGN": self.align,
             "BLOCK_M": t.block_m,
             "BLOCK_N": t.block_n,
@@ -97,11 +97,6 @@ class RowPlan:
             "EVICT": t.evict,
             "STORE_CACHE": t.store_cache,
         }
-
-
-def adds(call: Any) -> bool:
-    """Whether the op adds a residual: it keeps the f32 sum, so there is nothing to keep packed."""
-    return hasattr(call.tensors, "residual")
 
 
 def power_of_two(n: int) -> int:
@@ -149,13 +144,14 @@ def broadcast_strides(meta: Any, shape: Sequence[int]) -> tuple[int, ...]:
     return (*[0] * (len(shape) - meta.ndim), *steps)
 
 
-def rule(itemsize: int, n: int, rows: int) -> Tiling:
-    """A tiling for any row, where the table is silent. n, rows: at least 1."""
+def rule(itemsize: int, n: int, rows: int, added: bool = False) -> Tiling:
+    """A tiling for any row, where the table is silent. n, rows: at least 1. added: f32 sums."""
     vector = 16 // itemsize
     warp = 32 * vector  # columns that a warp loads at once
     half = itemsize == 2
     if n * itemsize > RESIDENT_BYTES:
-        return Tiling(block_n=32 * warp, chunks=4, num_warps=32, head=True, stages=3, packed=half)
+        chunks = 2 if half and added else 4  # 16 registers a thread
+        return Tiling(32 * warp, 32, chunks=chunks, head=True, stages=3, packed=half and not added)
     block_n = power_of_two(n)
     if rows <= FEW_ROWS and block_n > warp:  # a vector a thread, as far as 32 warps reach
         return Tiling(block_n=block_n, num_warps=min(block_n // warp, 32), preload=True)
@@ -170,18 +166,28 @@ def rule(itemsize: int, n: int, rows: int) -> Tiling:
 
 
 @functools.cache
-def tuning_rows() -> tuple[dict[str, Any], ...]:
-    """The rows of tuning/sm90.json."""
+def tuning_table() -> dict[str, Any]:
+    """tuning/sm90.json."""
     text = resources.files("opkiln_norm").joinpath("tuning/sm90.json").read_text("utf-8")
-    return tuple(json.loads(text)["rows"])
+    return json.loads(text)
+
+
+def tuning_rows() -> list[dict[str, Any]]:
+    """The table's tilings of row_norm_kernel."""
+    return tuning_table()["rows"]
+
+
+def covers(row: dict[str, Any], key: tuple[str, int, int], rows: int) -> bool:
+    """Whether a row of the table is for this op, element size and N, and for so many rows."""
+    low, high = row["rows"]
+    covered = low <= rows and (high is None or rows <= high)
+    return covered and (row["op"], row["itemsize"], row["n"]) == key
 
 
 def tuned(op: str, itemsize: int, n: int, rows: int) -> tuple[Tiling, str] | None:
     """The first row of the table that covers the call."""
     for row in tuning_rows():
-        low, high = row["rows"]
-        covered = low <= rows and (high is None or rows <= high)
-        if covered and (row["op"], row["itemsize"], row["n"]) == (op, itemsize, n):
+        if covers(row, (op, itemsize, n), rows):
             return Tiling(**row["use"]), row["label"]
     return None
 
@@ -219,12 +225,21 @@ def in_units(operand: Operand, align: int) -> Operand:
     return Operand(tuple(s // align for s in operand.strides), None)
 
 
+def extent(shape: Sequence[int], split: int) -> tuple[int, int]:
+    """Length and number of rows."""
+    return math.prod(shape[split:]), math.prod(shape[:split])
+
+
+def regime_of(call: Any, rows: int) -> int:
+    """The number of rows to choose a tiling for. Batch invariance: that of many, for any number."""
+    return MAX_INDEX if call.policy.batch_invariant else max(rows, 1)
+
+
 def plan_for(call: Any) -> RowPlan:
     """The plan of a row norm call. ValueError says what the kernel cannot index."""
     x = call.tensors.input
     split = x.ndim - len(getattr(call.params, "normalized_shape", (0,)))
-    n = math.prod(x.shape[split:])
-    rows = math.prod(x.shape[:split])
+    n, rows = extent(x.shape, split)
     if n == 0:
         raise ValueError("rows of no elements")
     if max(n, rows) > MAX_INDEX:
@@ -232,13 +247,13 @@ def plan_for(call: Any) -> RowPlan:
     sizes, operands = operands_of(call, split)
     dense = [o.strides for o in operands if o.strides is not None and o.stride_n is None]
     align = math.gcd(MAX_ALIGN, n, *(s for strides in dense for s in strides))
-    # Batch invariance: the tiling of many rows for any number of them.
-    regime = MAX_INDEX if call.policy.batch_invariant else max(rows, 1)
+    regime = regime_of(call, rows)
     found = None
     if operands[0].stride_n is None:
         op = call.spec.name.removesuffix("_inplace")
         found = tuned(op, x.dtype.itemsize, n, regime)
-    tiling, source = found or (rule(x.dtype.itemsize, n, regime), "rule")
+    added = operands[1].strides is not None
+    tiling, source = found or (rule(x.dtype.itemsize, n, regime, added), "rule")
     covered = n % tiling.block_n == 0 if tiling.head else tiling.chunks * tiling.block_n == n
     return RowPlan(
         tiling=tiling,

@@ -35,9 +35,8 @@ def row_pointers(ptr, rows, inner_sizes, strides, stride_n, ALIGN: tl.constexpr)
 @triton.jit
 def output_rows(ptr, rows, N, input_rows):
     """Where an output's rows start: over those of an input where `ptr` is None."""
-    if ptr is None:
-        ptrs = input_rows
-    else:
+    ptrs = input_rows
+    if ptr is not None:
         ptrs = ptr + rows.to(tl.int64) * N
     return ptrs
 

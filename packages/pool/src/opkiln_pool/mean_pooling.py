@@ -1,8 +1,8 @@
 """Mean of chunks of tokens.
 
 out[b, i, h, d] = mean over the tokens t of chunk i of x[b, t, h, d]. Dense: chunks of chunk_size
-tokens, the last one shorter. With sequences (B = 1): chunks restart at each, chunk i is looked up in
-the offsets on the device; chunks past the last are 0. Sums in f32.
+tokens, the last one shorter. With sequences (B = 1): chunks restart at each; the device looks chunk
+i up in the offsets; chunks past the last are 0. Sums in f32.
 
 A program sums a chunk over BLOCK_N columns (h, d), STEP tokens at a time.
 """

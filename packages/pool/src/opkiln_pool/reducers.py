@@ -34,30 +34,57 @@ def follow(best, best_at, value, at):
 
 
 @triton.jit
-def add(a, b):
-    return a + b
+def to_order(x):
+    """Integers [int32] that sort as the values do, NaN largest and both zeros equal; which are NaN.
 
-
-@triton.jit
-def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def larger_at(a, a_at, b, b_at):
-    """Argmax of two values in any order; `at` numbers them in scan order."""
-    wins = (b > a) | ((b == a) & (b_at < a_at)) | ((b != b) & ((a == a) | (b_at > a_at)))
-    return tl.where(wins, b, a), tl.where(wins, b_at, a_at)
-
-
-@triton.jit
-def reduce_axis(x, AXIS: tl.constexpr, REDUCE: tl.constexpr):
-    """Sum or maximum along an axis."""
-    if REDUCE == "avg":
-        found = tl.reduce(x, AXIS, add)
+    The largest of integers is one instruction a warp, and does not depend on the order of steps.
+    """
+    if x.dtype.primitive_bitwidth == 16:
+        LOW: tl.constexpr = -(2**15)
+        INF: tl.constexpr = 0x7C00 if x.dtype == tl.float16 else 0x7F80
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
-        found = tl.reduce(x, AXIS, larger)
-    return found
+        LOW: tl.constexpr = -(2**31)
+        INF: tl.constexpr = 0x7F800000
+        bits = x.to(tl.int32, bitcast=True)
+    nan = (bits & (-LOW - 1)) > INF
+    return tl.where(nan, -LOW - 1, tl.where(bits < 0, LOW - bits, bits)), nan
+
+
+@triton.jit
+def from_order(order, DTYPE: tl.constexpr):
+    """The values again."""
+    if DTYPE.primitive_bitwidth == 16:
+        bits = tl.where(order < 0, -(2**15) - order, order).to(tl.int16)
+    else:
+        bits = tl.where(order < 0, -(2**31) - order, order)
+    return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def to_keys(x, position, mask):
+    """Values and their positions (below 2^16 for 16-bit values) as integers whose largest is the
+    argmax: of equal values the first, of several NaN the last, of masked elements none.
+    """
+    order, nan = to_order(x)
+    if x.dtype.primitive_bitwidth == 16:
+        low = tl.where(nan, position, 2**16 - 1 - position)
+        keys = tl.where(mask, order * 2**16 + low, -(2**31))
+    else:
+        low = tl.where(nan, position, 2**31 - 1 - position)
+        keys = tl.where(mask, order.to(tl.int64) * 2**32 + low, -(2**63))
+    return keys
+
+
+@triton.jit
+def from_keys(keys, DTYPE: tl.constexpr):
+    """Values and positions of keys."""
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
+    LARGEST: tl.constexpr = 2**15 - 1 if BITS == 16 else 2**31 - 1
+    order = (keys >> BITS).to(tl.int32)
+    low = (keys & (2 * LARGEST + 1)).to(tl.int32)
+    last: tl.constexpr = 2**16 - 1 if BITS == 16 else 2**31 - 1
+    return from_order(order, DTYPE), tl.where(order == LARGEST, low, last - low)
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""Pooling with fixed windows over rows that allow 16-byte loads.
+"""Pooling with fixed windows over rows that allow wide loads.
 
 out[p, o] = reduce over taps t of x[p, o * STRIDE - PADDING + t * DILATION], p the plane (n, c).
 
 A thread computes V neighbouring outputs of a row. Of every input row under them it loads VECTORS
-aligned 16-byte vectors, and where at most two columns stick out at an end, these alone. Columns
-live in registers as a tuple, so that each is loaded once for all V windows (3x3, stride 2: 1.5 loads
-an output instead of 9), and rows are reduced before columns are.
+aligned vectors of 16 bytes (8 where rows allow no more), and where at most two columns stick out at
+an end, these alone. Columns live in registers as a tuple, so that each is loaded once for all V
+windows (3x3, stride 2: 1.5 loads an output instead of 9), and rows are reduced before columns are.
 """
 
 import triton

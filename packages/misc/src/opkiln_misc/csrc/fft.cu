@@ -1,0 +1,183 @@
+// fft: out[k] = scale * sum_j in[j] exp(-2 pi i j k / N) for N = 2^m points, Stockham's form: every
+// pass reads points N / radix apart and writes them in order, so that no bit reversal is needed.
+//
+// A thread holds POINTS points; the passes exchange them through shared memory. PER_CTA transforms
+// share a CTA. The transforms are the indices of up to four dims, each with its strides. Points from
+// `present` on are zeros (a padded input).
+//
+// Macros: REAL; N; POINTS: the largest radix, at most 16 and N; PER_CTA; COLUMNS: neighbouring threads
+// take neighbouring transforms, not points; BUFFERS: 2: exchanges take turns, one barrier each;
+// TOTAL: 0, or this is the first step of a transform of TOTAL points, over every TOTAL / N-th of them
+// from column c, the innermost index, on: output k is also turned by exp(-2 pi i k c / TOTAL).
+
+constexpr int LANES = N / POINTS;  // threads of a transform
+constexpr int PAD = 16;            // an unused complex number after so many: no bank conflicts
+constexpr int PITCH = N + N / PAD + 1;  // odd, for COLUMNS
+
+struct alignas(2 * sizeof(REAL)) Complex { REAL x, y; };
+DEVICE Complex operator+(Complex a, Complex b) { return {a.x + b.x, a.y + b.y}; }
+DEVICE Complex operator-(Complex a, Complex b) { return {a.x - b.x, a.y - b.y}; }
+DEVICE Complex operator*(Complex a, Complex b) { return {a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x}; }
+DEVICE Complex quarter_turn(Complex a) { return {a.y, -a.x}; }  // times -i
+
+DEVICE void sine_cosine(float turns, float* s, float* c) { sincospif(2 * turns, s, c); }
+DEVICE void sine_cosine(double turns, double* s, double* c) { sincospi(2 * turns, s, c); }
+// exp(-2 pi i k / of), of a power of two: the fraction is exact.
+DEVICE Complex root(int k, int of) {
+    REAL s, c;
+    sine_cosine(static_cast<REAL>(k) / of, &s, &c);
+    return {c, -s};
+}
+
+DEVICE void dft2(Complex& a, Complex& b) {
+    const Complex sum = a + b;
+    b = a - b;
+    a = sum;
+}
+DEVICE void dft4(Complex& a, Complex& b, Complex& c, Complex& d) {
+    dft2(a, c);
+    dft2(b, d);
+    d = quarter_turn(d);
+    dft2(a, b);
+    dft2(c, d);
+    const Complex one = c;  // in order: 0 in a, 1 in c, 2 in b, 3 in d
+    c = b;
+    b = one;
+}
+
+// cos(2 pi k / 16), exact to the last bit of REAL.
+DEVICE constexpr REAL cosine16(int k) {
+    k = k % 16;
+    if (k > 8) k = 16 - k;
+    const REAL sign = k > 4 ? -1 : 1;
+    if (k > 4) k = 8 - k;
+    const double values[5] = {1, 0.92387953251128675613, 0.70710678118654752440, 0.38268343236508977173, 0};
+    return sign * static_cast<REAL>(values[k]);
+}
+DEVICE constexpr Complex root16(int k) { return {cosine16(k), -cosine16(k + 12)}; }
+
+// In place; term k of the result lies at place<R>(k).
+template <int R>
+DEVICE constexpr int place(int k) { return R == 16 ? k % 4 * 4 + k / 4 : R == 8 ? k % 4 * 2 + k / 4 : k; }
+template <int R>
+DEVICE void dft(Complex* v) {
+    if (R == 2) dft2(v[0], v[1]);
+    if (R == 4) dft4(v[0], v[1], v[2], v[3]);
+    if (R == 8 || R == 16) {  // 4 columns of R / 4, turned, then R / 4 rows
+        constexpr int OUTER = R / 4;
+#pragma unroll
+        for (int a = 0; a < OUTER; ++a) {
+            dft4(v[a], v[a + OUTER], v[a + 2 * OUTER], v[a + 3 * OUTER]);
+#pragma unroll
+            for (int k = 1; k < 4; ++k) {
+                if (a * k) v[a + OUTER * k] = v[a + OUTER * k] * root16(a * k * 16 / R);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (R == 8) dft2(v[2 * k], v[2 * k + 1]);
+            else dft4(v[4 * k], v[4 * k + 1], v[4 * k + 2], v[4 * k + 3]);
+        }
+    }
+}
+
+// Term i by root(i k, of). Two roots are computed, the others are products of at most four of them.
+template <int R>
+DEVICE void turn(Complex* v, int k, int of) {
+    const Complex one = root(k, of);
+    Complex low[4] = {{1, 0}, one, one * one, {}};
+    low[3] = low[2] * one;
+    Complex high[4] = {{1, 0}, {1, 0}, {1, 0}, {1, 0}};
+    if (R > 4) high[1] = root(4 * k, of);
+    if (R > 8) {
+        high[2] = high[1] * high[1];
+        high[3] = high[2] * high[1];
+    }
+#pragma unroll
+    for (int i = 1; i < R; ++i) {
+        const Complex w = i < 4 ? low[i] : i % 4 == 0 ? high[i / 4] : high[i / 4] * low[i % 4];
+        v[i] = v[i] * w;
+    }
+}
+
+DEVICE int padded(int i) { return i + i / PAD; }
+
+struct Transform {
+    const Complex* in;
+    Complex* out;
+    i64 in_stride, out_stride;
+    int present, column;
+    REAL scale;
+    bool exists;
+};
+
+// The passes from the one on whose inputs are SPAN points that have been transformed.
+template <int SPAN>
+DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, int lane) {
+    constexpr int R = N / SPAN < POINTS ? N / SPAN : POINTS;
+#pragma unroll
+    for (int b = 0; b < POINTS / R; ++b) {
+        const int j = lane + b * LANES, k = j % SPAN;
+        if (SPAN > 1) turn<R>(v + b * R, k, SPAN * R);
+        dft<R>(v + b * R);
+    }
+    if constexpr (SPAN * R == N) {
+#pragma unroll
+        for (int b = 0; b < POINTS / R; ++b) {
+#pragma unroll
+            for (int i = 0; i < R; ++i) {
+                const int k = lane + b * LANES + i * SPAN;
+                Complex y = v[b * R + place<R>(i)];
+                if (TOTAL) y = y * root(static_cast<int>(static_cast<i64>(k) * t.column % (TOTAL ? TOTAL : 1)), TOTAL);
+                if (t.exists) t.out[k * t.out_stride] = {y.x * t.scale, y.y * t.scale};
+            }
+        }
+    } else {
+        constexpr int NEXT = N / (SPAN * R) < POINTS ? N / (SPAN * R) : POINTS;
+        if (BUFFERS == 1 && SPAN > 1) __syncthreads();  // all have read the last exchange
+#pragma unroll
+        for (int b = 0; b < POINTS / R; ++b) {
+            const int j = lane + b * LANES, first = j / SPAN * SPAN * R + j % SPAN;
+#pragma unroll
+            for (int i = 0; i < R; ++i) buffer[padded(first + i * SPAN)] = v[b * R + place<R>(i)];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int b = 0; b < POINTS / NEXT; ++b) {
+#pragma unroll
+            for (int i = 0; i < NEXT; ++i) v[b * NEXT + i] = buffer[padded(lane + b * LANES + i * (N / NEXT))];
+        }
+        // With two buffers the one after next is free again: a barrier lies between.
+        Complex* next = buffer;
+        if (BUFFERS == 2) next = SPAN == 1 || SPAN == POINTS * POINTS ? buffer + PER_CTA * PITCH : buffer - PER_CTA * PITCH;
+        passes<SPAN * R>(v, next, t, lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
+    const Complex* in, Complex* out, i64 transforms, i64 size1, i64 size2, i64 size3, i64 in0, i64 in1, i64 in2,
+    i64 in3, i64 out0, i64 out1, i64 out2, i64 out3, i64 in_stride, i64 out_stride, i64 present, double scale) {
+    const int lane = COLUMNS ? threadIdx.x / PER_CTA : threadIdx.x % LANES;
+    const int own = COLUMNS ? threadIdx.x % PER_CTA : threadIdx.x / LANES;
+    const i64 row = blockIdx.x * static_cast<i64>(PER_CTA) + own;
+    const i64 i3 = row % size3, i2 = row / size3 % size2, i1 = row / size3 / size2 % size1;
+    const i64 i0 = row / size3 / size2 / size1;
+    Transform t;
+    t.exists = row < transforms;
+    t.in = in + (t.exists ? i0 * in0 + i1 * in1 + i2 * in2 + i3 * in3 : 0);
+    t.out = out + i0 * out0 + i1 * out1 + i2 * out2 + i3 * out3;
+    t.in_stride = in_stride;
+    t.out_stride = out_stride;
+    t.present = static_cast<int>(TOTAL ? (present - i3 + TOTAL / N - 1) / (TOTAL ? TOTAL / N : 1) : present);
+    t.column = static_cast<int>(i3);
+    t.scale = static_cast<REAL>(scale);
+    Complex v[POINTS];
+#pragma unroll
+    for (int i = 0; i < POINTS; ++i) {
+        const int j = lane + i * LANES;
+        v[i] = Complex{0, 0};
+        if (j < t.present) v[i] = t.in[j * in_stride];
+    }
+    Complex* buffer = reinterpret_cast<Complex*>(dynamic_shared()) + own * PITCH;
+    passes<1>(v, buffer, t, lane);
+}

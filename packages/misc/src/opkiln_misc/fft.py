@@ -1,0 +1,150 @@
+"""How fft is launched: csrc/fft.cu, in one step, or in two for more points than a CTA holds.
+
+The two steps of n = n1 * n2 points: n2 transforms of every n2-th point, turned; then n1 transforms
+of n2 neighbours. Between them lies a workspace of the output's size.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opkiln.device import cuda
+
+from opkiln_misc.sources import source
+
+REALS = {torch.complex64: "float", torch.complex128: "double"}
+MAX_POINTS = 2**24  # the angle k / n is exact in float32
+ONE_STEP = {torch.complex64: 8192, torch.complex128: 4096}  # more would spill
+MAX_DIMS = 4
+MAX_SHARED_BYTES = 227 << 10
+
+Dims = list[tuple[int, int, int]]  # size, stride of the input, stride of the output
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """See csrc/fft.cu."""
+
+    points: int
+    threads: int = 128  # at least so many, where a transform has fewer
+    buffers: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch. sizes: the kernel's arguments after its tensors, but for the scale."""
+
+    macros: dict[str, Any]
+    transforms: int
+    per_cta: int
+    threads: int
+    shared_bytes: int
+    sizes: tuple[int, ...]
+
+
+def rule(n: int) -> Tiling:
+    return Tiling(points=min(n, 16))
+
+
+def collapse(dims: Sequence[tuple[int, int, int]]) -> Dims:
+    """Neighbouring dims that both tensors step through as one, merged; size-1 dims vanish."""
+    found: Dims = []
+    for size, into, out in dims:
+        if size == 1:
+            continue
+        if found and found[-1][1:] == (size * into, size * out):
+            found[-1] = (found[-1][0] * size, into, out)
+        else:
+            found.append((size, into, out))
+    return found
+
+
+def step(
+    dtype: torch.dtype, n: int, dims: Dims, strides: tuple[int, int], present: int, total: int,
+    tiling: Tiling,
+) -> Step:  # fmt: skip
+    """strides: of the points, in and out."""
+    if len(dims) > MAX_DIMS:
+        raise ValueError(f"the other dims collapse to {len(dims)} strides, at most {MAX_DIMS} fit")
+    lanes = n // tiling.points
+    per_cta = max(tiling.threads // lanes, 1)
+    padded = n + n // 16 + 1
+    buffers = tiling.buffers
+    if buffers * per_cta * padded * dtype.itemsize > MAX_SHARED_BYTES:
+        buffers = 1
+    inner = dims[-1] if dims else (1, 0, 0)
+    macros = {
+        "REAL": REALS[dtype],
+        "N": n,
+        "POINTS": tiling.points,
+        "PER_CTA": per_cta,
+        "COLUMNS": int(inner[1] < strides[0] or inner[2] < strides[1]),
+        "BUFFERS": buffers,
+        "TOTAL": total,
+    }
+    transforms = math.prod(size for size, _, _ in dims)
+    full = [(1, 0, 0)] * (MAX_DIMS - len(dims)) + dims
+    sizes = (
+        transforms, *[d[0] for d in full[1:]], *[d[1] for d in full], *[d[2] for d in full],
+        *strides, present,
+    )  # fmt: skip
+    shared = buffers * per_cta * padded * dtype.itemsize
+    return Step(macros, transforms, per_cta, lanes * per_cta, shared, sizes)
+
+
+def plan_for(call: Any, tiling: Tiling | None = None) -> list[Step]:
+    """ValueError says what the kernel cannot serve."""
+    x, (out,), p = call.tensors.input, call.outputs, call.params
+    n, dim = p.n, p.dim
+    if n < 2 or n & (n - 1) or n > MAX_POINTS:
+        raise ValueError(f"serves powers of two from 2 to {MAX_POINTS} points, got {n}")
+    others = [
+        (size, x.stride[i], out.stride[i]) for i, size in enumerate(out.shape) if i != dim
+    ]
+    strides = (x.stride[dim], out.stride[dim])
+    present = min(x.shape[dim], n)
+    if n <= ONE_STEP[x.dtype]:
+        return [step(x.dtype, n, collapse(others), strides, present, 0, tiling or rule(n))]
+    n1 = 1 << (n.bit_length() - 1) // 2
+    n2 = n // n1
+    batch = [d[0] for d in others]
+    between = [n * math.prod(batch[i + 1 :]) for i in range(len(batch))]
+    first = [(d[0], d[1], w) for d, w in zip(others, between, strict=True)]
+    second = [(d[0], w, d[2]) for d, w in zip(others, between, strict=True)]
+    columns = (n2, strides[0], 1)
+    rows = (n1, n2, strides[1])
+    return [
+        step(
+            x.dtype, n1, [*collapse(first), columns], (n2 * strides[0], n2), present, n, rule(n1)
+        ),
+        step(x.dtype, n2, [*collapse(second), rows], (1, n1 * strides[1]), n2, 0, rule(n2)),
+    ]  # fmt: skip
+
+
+SCALES = {"backward": lambda n: 1.0, "ortho": lambda n: n**-0.5, "forward": lambda n: 1.0 / n}
+
+
+def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tensor]:
+    """Compile and plan once; the result allocates and launches."""
+    steps = plan_for(call, tiling)
+    scale = SCALES[call.params.norm](call.params.n)
+    runs = []
+    for s in steps:
+        kernel = cuda.load(source("fft"), "fft", call.device, s.macros)
+        grid = (-(-s.transforms // s.per_cta), 1, 1)
+        runs.append(kernel.configure(grid, (s.threads, 1, 1), s.shared_bytes))
+    (meta,) = call.outputs
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        out = meta.empty()
+        if len(steps) == 1:
+            runs[0](x, out, *steps[0].sizes, scale)
+            return out
+        between = torch.empty_like(out)
+        runs[0](x, between, *steps[0].sizes, 1.0)
+        runs[1](between, out, *steps[1].sizes, scale)
+        return out
+
+    return launch

@@ -1,0 +1,183 @@
+"""Row norms in CUDA C++, a row spread over a cluster of CTAs (csrc/row_cluster.cu).
+
+Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
+the op, element size, N and number of rows, and where every vector of 16 bytes is aligned; the
+Triton kernel of row_norm serves the rest, and all of them without cuda-core.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, resources
+from typing import Any
+
+import torch
+from opkiln.device import cuda
+
+from opkiln_norm import row_plan
+
+TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+EXTRA = "opkiln-norm[cu13]"
+OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTiling:
+    """What the tuning table sets: see the macros of csrc/row_cluster.cu for the meaning of each."""
+
+    cluster: int
+    threads: int
+    vectors: int
+    resident: int = 1
+    persistent: bool = False
+    weight_at: int = 0
+    prefetch: bool = False
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """A tiling and the rows it is for; strides in elements."""
+
+    tiling: ClusterTiling
+    source: str
+    rows: int
+    n: int
+    x_stride: int
+    r_stride: int
+    even: bool
+    shared_bytes: int
+
+    def macros(self, call: Any) -> dict[str, int]:
+        x, w, b = affine_metas(call)
+        t = self.tiling
+        given = w or b or x
+        flags = {
+            "EVEN": self.even,
+            "CENTER": "layer_norm" in call.spec.name,
+            "HAS_RESIDUAL": hasattr(call.tensors, "residual"),
+            "HAS_WEIGHT": w is not None,
+            "HAS_BIAS": b is not None,
+            "PREFETCH": t.prefetch,
+            "STREAM": t.stream,
+        }
+        return {
+            "TYPE": TYPES[x.dtype],
+            "WEIGHT_TYPE": TYPES[given.dtype],
+            "CLUSTER": t.cluster,
+            "THREADS": t.threads,
+            "VECTORS": t.vectors,
+            "RESIDENT": t.resident,
+            "WEIGHT_AT": t.weight_at if w is not None or t.weight_at != 2 else 0,
+            **{name: int(flag) for name, flag in flags.items()},
+        }
+
+
+def affine_metas(call: Any) -> tuple[Any, Any, Any]:
+    """Metas of x, weight and bias."""
+    return call.tensors.input, call.tensors.weight, getattr(call.tensors, "bias", None)
+
+
+@functools.cache
+def source() -> str:
+    return resources.files("opkiln_norm").joinpath("csrc/row_cluster.cu").read_text("utf-8")
+
+
+def cluster_rows() -> list[dict[str, Any]]:
+    """The table's tilings of this kernel."""
+    return row_plan.tuning_table()["cluster_rows"]
+
+
+def tuned(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
+    """The first row of the table that covers the call."""
+    key = (call.spec.name, call.tensors.input.dtype.itemsize, n)
+    for row in cluster_rows():
+        if row_plan.covers(row, key, rows):
+            return ClusterTiling(**row["use"]), row["label"]
+    return None
+
+
+def plan_for(call: Any) -> ClusterPlan | None:
+    """The plan of a call that the table covers and whose tensors can be read by vectors."""
+    if call.spec.name not in OPS:
+        return None
+    x, w, b = affine_metas(call)
+    split = x.ndim - len(call.params.normalized_shape)
+    n, rows = row_plan.extent(x.shape, split)
+    found = tuned(call, n, row_plan.regime_of(call, rows))
+    if found is None:
+        return None
+    tiling, label = found
+    sizes, operands = row_plan.operands_of(call, split)
+    present = [o for o in operands if o.strides is not None]
+    strides = [o.strides[0] for o in present]
+    values = 16 // x.dtype.itemsize
+    columns_dense = all(o.stride_n is None for o in operands)
+    metas = [m for m in vars(call.tensors).values() if m is not None]
+    fits = (
+        columns_dense
+        and len(sizes) <= 1
+        and all(size % values == 0 for size in (n, *strides))
+        and all(m.aligned for m in metas)
+        and (w is None or b is None or w.dtype == b.dtype)
+        and n <= tiling.cluster * tiling.threads * tiling.vectors * values
+    )
+    if not fits:
+        return None
+    in_shared = tiling.weight_at == 2 and w is not None
+    weight_bytes = values * w.dtype.itemsize if in_shared else 0
+    return ClusterPlan(
+        tiling=tiling,
+        source=label,
+        rows=rows,
+        n=n,
+        x_stride=strides[0],
+        r_stride=strides[-1],
+        even=n == tiling.cluster * tiling.threads * tiling.vectors * values,
+        shared_bytes=weight_bytes * tiling.threads * tiling.vectors,
+    )
+
+
+def prepare(call: Any) -> Callable[..., Any] | None:
+    """The launch of a call that this kernel serves here, else None."""
+    plan = plan_for(call)
+    if plan is None or cuda.why_not(call.device, EXTRA) is not None:
+        return None
+    t, device = plan.tiling, call.device
+    kernel = cuda.load(source(), "row_cluster", device, plan.macros(call))
+    clusters = plan.rows
+    if t.persistent:
+        kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
+        clusters = min(clusters, max_clusters(kernel, plan))
+    send = kernel.configure(
+        (clusters * t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster
+    )
+    center, added = "layer_norm" in call.spec.name, hasattr(call.tensors, "residual")
+    metas = [(m.shape, m.stride, m.dtype) for m in call.outputs]
+    scalars = (plan.rows, plan.n, plan.x_stride, plan.r_stride, float(call.params.eps))
+
+    def launch(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
+        outputs = [torch.empty_strided(s, t, dtype=d, device=device) for s, t, d in metas]
+        residual, affine = (others[0], others[1:]) if added else (0, others)
+        weight, bias = (0 if t is None else t for t in (*affine, None)[:2])
+        summed = outputs[1] if added else 0
+        saved = outputs[1 + added :] or [0] * (1 + center)
+        mean = saved[0] if center else 0
+        send(x, residual, weight, bias, outputs[0], summed, mean, saved[-1], *scalars)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return launch
+
+
+def max_clusters(kernel: cuda.Kernel, plan: ClusterPlan) -> int:
+    """How many clusters run at once: fewer than the SMs would hold where a GPC has odd ones."""
+    core: Any = import_module("cuda.core")
+    t = plan.tiling
+    config = core.LaunchConfig(
+        grid=(1, 1, 1),
+        cluster=(t.cluster, 1, 1),
+        block=(t.threads, 1, 1),
+        shmem_size=plan.shared_bytes,
+    )
+    stream = core.Device(kernel.device.index).default_stream
+    return int(kernel.handle.occupancy.max_active_clusters(config, stream=stream))

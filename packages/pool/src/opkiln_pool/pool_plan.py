@@ -1,0 +1,266 @@
+"""How a pool is launched: which kernel serves a geometry, with which tiling and arguments.
+
+A tiling comes from the measured table (tuning/sm90.json) where it names the call's op, element
+size, plane and window, else from `rule`.
+"""
+
+import functools
+import json
+import math
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from opkiln_pool.geometry import Geometry, compute_in_f32, geometry_of
+
+UNROLLED_TAPS = 64  # more taps than this run as a loop
+PATCH_COLUMNS = 40  # columns of a row that a thread may hold
+PATCH_ROWS = 32  # input rows under an output
+PLANE_ELEMENTS = 2048  # longest plane that is reduced as one row of a tile
+STRIP_ELEMENTS = 16384  # elements of the tiles of a strip
+KEYED_ELEMENTS = 2**16  # of a plane of 16-bit values, whose position fits beside the value
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What the tuning table sets.
+
+    variant: "patch", "taps", "plane" or "strip", the kernel. block: items a program. v: outputs of
+    a row a thread (patch). static: sizes and strides compiled in (patch, taps). evict, cache:
+    hints.
+    """
+
+    variant: str
+    block: int
+    num_warps: int
+    v: int = 1
+    static: bool = False
+    evict: str = ""
+    cache: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """A tiling, the grid, and the kernel's arguments after its tensors. `source`: "rule", or the
+    label of the table's row.
+    """
+
+    tiling: Tiling
+    source: str
+    grid: int
+    arguments: tuple[Any, ...]
+    constexprs: dict[str, Any]
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def vector(g: Geometry) -> int:
+    """Elements of the widest load that every row allows: 16 or 8 bytes; 0 if not even these."""
+    unit = g.unit(16 // g.itemsize)
+    return unit if unit >= 4 and not g.channels_last else 0
+
+
+def least_v(g: Geometry) -> int:
+    """Outputs that a thread needs to start every patch at a vector; 0 if patches do not fit."""
+    vec = vector(g)
+    if vec == 0 or g.adaptive or g.kernel[0] * g.kernel[1] > PATCH_ROWS:
+        return 0
+    v = vec // math.gcd(vec, g.stride[2])
+    head, _, vectors, tail = pieces(g, v)
+    if head + vectors * vec + tail > PATCH_COLUMNS:
+        return 0
+    return v if g.sizes[2] % vec == 0 or not past_the_end(g, v) else 0
+
+
+def pieces(g: Geometry, v: int) -> tuple[int, int, int, int]:
+    """(head, first vector, vectors, tail) of `window_patch.load_row` for v outputs."""
+    vec = vector(g)
+    low = -g.padding[2]
+    high = (v - 1) * g.stride[2] + low + (g.kernel[2] - 1) * g.dilation[2]
+    first, last = low // vec, high // vec
+    head = tail = 0
+    if last > first and (first + 1) * vec - low <= 2:
+        head = (first + 1) * vec - low
+        first += 1
+    if last > first and high - last * vec + 1 <= 2:
+        tail = high - last * vec + 1
+        last -= 1
+    return head, first, last - first + 1, tail
+
+
+def past_the_end(g: Geometry, v: int) -> bool:
+    """Whether some patch loads past a row's end."""
+    vec = vector(g)
+    _, first, vectors, tail = pieces(g, v)
+    chunks = -(-g.outs[2] // v)
+    return (chunks - 1) * v * g.stride[2] + (first + vectors) * vec + tail > g.sizes[2]
+
+
+def strip_tile(g: Geometry) -> tuple[int, int, int]:
+    """(rows, columns, outputs) of the tiles of a strip of one row of outputs."""
+    rows = power_of_two(g.kernel[1])
+    return rows, power_of_two(g.sizes[2]), power_of_two(max(g.outs[2], 1))
+
+
+def rule(g: Geometry) -> Tiling:
+    """A tiling for any geometry, where the table is silent."""
+    if g.is_whole() and g.dense_plane() and math.prod(g.sizes) <= PLANE_ELEMENTS:
+        block_n = power_of_two(math.prod(g.sizes))
+        return Tiling("plane", max(2048 // block_n, 1), num_warps=4)
+    if g.adaptive and g.strides[4] == 1 and not g.channels_last and min(g.kernel[1:]) > 1:
+        rows, columns, outs = strip_tile(g)
+        keyed = g.itemsize > 2 or g.sizes[1] * g.sizes[2] <= KEYED_ELEMENTS
+        if keyed and max(rows, outs) * columns <= STRIP_ELEMENTS:
+            return Tiling("strip", 1, num_warps=4)
+    v = least_v(g)
+    if v:
+        return Tiling("patch", 128, num_warps=4, v=v)
+    return Tiling("taps", 128 if g.channels_last else 256, num_warps=4)
+
+
+@functools.cache
+def tuning_rows() -> tuple[dict[str, Any], ...]:
+    """The rows of tuning/sm90.json."""
+    text = resources.files("opkiln_pool").joinpath("tuning/sm90.json").read_text("utf-8")
+    return tuple(json.loads(text)["rows"])
+
+
+def key_of(op: str, g: Geometry) -> dict[str, Any]:
+    """What a row of the table is found by: never the number of planes."""
+    window = {k: list(getattr(g, k)) for k in ("kernel", "stride", "padding", "dilation")}
+    sizes = {"sizes": list(g.sizes), "outs": list(g.outs)}
+    return {"op": op, "itemsize": g.itemsize, **sizes, **window}
+
+
+def tuned(op: str, g: Geometry) -> tuple[Tiling, str] | None:
+    """The table's row for this geometry in its plain layout."""
+    dense = g.channels is None and g.strides[0] == math.prod(g.sizes) and g.dense_plane()
+    if not dense or g.unit(16) < math.gcd(16, math.prod(g.sizes), g.sizes[2]):
+        return None
+    key = key_of(op, g)
+    for row in tuning_rows():
+        if all(row[k] == v for k, v in key.items()):
+            return Tiling(**row["use"]), row["label"]
+    return None
+
+
+def plan_for(call: Any) -> PoolPlan:
+    """The plan of a call of any pool but mean_pooling."""
+    g = geometry_of(call)
+    found = tuned(call.spec.name, g)
+    tiling, source = found or (rule(g), "rule")
+    f32 = compute_in_f32(g.reduce, call.tensors.input.dtype, call.device)
+    make = {"patch": patch, "taps": taps, "plane": plane, "strip": strip}[tiling.variant]
+    grid, arguments, constexprs = make(g, tiling, f32)
+    return PoolPlan(tiling, source, grid, arguments, constexprs)
+
+
+Launch = tuple[int, tuple[Any, ...], dict[str, Any]]
+
+
+def patch(g: Geometry, t: Tiling, f32: bool) -> Launch:
+    vec = vector(g)
+    strides = tuple(s // vec for s in g.strides[:4])
+    head, first, vectors, tail = pieces(g, t.v)
+    items = g.planes * g.outs[0] * g.outs[1] * -(-g.outs[2] // t.v)
+    d, h, _ = g.check
+    constexprs = {
+        "SHAPE": (g.sizes, g.outs, strides) if t.static else None,
+        "REDUCE": g.reduce,
+        "F32": f32,
+        "KERNEL": g.kernel,
+        "STRIDE": g.stride,
+        "PADDING": g.padding,
+        "DILATION": g.dilation,
+        "CHECK": (d, h, past_the_end(g, t.v)),
+        "CAN_MISS": g.can_miss,
+        "DIVISOR": g.divisor,
+        "HEAD": head,
+        "FIRST": first,
+        "VECTORS": vectors,
+        "TAIL": tail,
+        "EVEN": g.outs[2] % t.v == 0,
+        "VEC": vec,
+        "V": t.v,
+        "BLOCK": t.block,
+        "WIDE": g.wide,
+        "EVICT": t.evict,
+        "CACHE": t.cache,
+    }
+    arguments = (g.sizes, g.outs, g.channels, strides, items, g.scale)
+    return -(-items // t.block), arguments, constexprs
+
+
+def taps(g: Geometry, t: Tiling, f32: bool) -> Launch:
+    vec = 16 // g.itemsize
+    channels = g.channels
+    if not (g.channels_last and channels is not None and channels % vec == 0
+            and g.unit(vec, unit_dim=1) == vec):  # fmt: skip
+        vec = 1
+    elif channels is not None:
+        channels //= vec
+    strides = tuple(1 if vec > 1 and i == 1 else s // vec for i, s in enumerate(g.strides))
+    items = g.outputs // vec
+    constexprs = {
+        "SHAPE": (g.sizes, g.outs, strides) if t.static else None,
+        "REDUCE": g.reduce,
+        "F32": f32,
+        "ADAPTIVE": g.adaptive,
+        "KERNEL": g.kernel,
+        "STRIDE": g.stride,
+        "PADDING": g.padding,
+        "DILATION": g.dilation,
+        "CHECK": g.check,
+        "CAN_MISS": g.can_miss,
+        "DIVISOR": g.divisor,
+        "CHANNELS_LAST": g.channels_last,
+        "WIDE": g.wide,
+        "UNROLL": math.prod(g.kernel) <= UNROLLED_TAPS,
+        "VEC": vec,
+        "BLOCK": t.block,
+        "CACHE": t.cache,
+    }
+    arguments = (g.sizes, g.outs, channels, strides, items, g.scale)
+    return -(-items // t.block), arguments, constexprs
+
+
+def plane(g: Geometry, t: Tiling, f32: bool) -> Launch:
+    n = math.prod(g.sizes)
+    g = replace(g, strides=(*g.strides[:4], 1))  # of a plane one element wide too
+    align = math.gcd(g.unit(16 // g.itemsize), n)
+    constexprs = {
+        "N": n,
+        "ALIGN": align,
+        "REDUCE": g.reduce,
+        "WIDE": g.wide,
+        "BLOCK_M": t.block,
+        "BLOCK_N": power_of_two(n),
+        "EVICT": t.evict,
+    }
+    scale = 1.0 / n if g.adaptive else g.scale
+    steps = (g.strides[0] // align, g.strides[1] // align)
+    return -(-g.planes // t.block), (g.channels, *steps, g.planes, scale), constexprs
+
+
+def strip(g: Geometry, t: Tiling, f32: bool) -> Launch:
+    align = math.gcd(g.unit(16 // g.itemsize), g.sizes[2])
+    rows, columns, outs = strip_tile(g)
+    constexprs = {
+        "H": g.sizes[1],
+        "W": g.sizes[2],
+        "OH": g.outs[1],
+        "OW": g.outs[2],
+        "EXTENT_W": g.kernel[2],
+        "ALIGN": align,
+        "REDUCE": g.reduce,
+        "WIDE": g.wide,
+        "BLOCK_H": t.block,
+        "BLOCK_R": rows,
+        "BLOCK_W": columns,
+        "BLOCK_OW": outs,
+    }
+    steps = (g.strides[0] // align, g.strides[1] // align, g.strides[3] // align)
+    return g.planes * -(-g.outs[1] // t.block), (g.channels, *steps), constexprs

@@ -1,0 +1,77 @@
+"""`report`: what a published folder holds, and what a second run changes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opkiln_bench import commands
+from opkiln_bench.rows_csv import read_csv
+
+Make = Callable[..., Any]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def report(*runs: Path, into: Path) -> dict[str, bytes]:
+    assert commands.main(["report", *map(str, runs), "--into", str(into)]) == 0
+    return contents(into)
+
+
+@pytest.fixture
+def first(make_row: Make, make_run: Make, tmp_path: Path) -> Path:
+    make_run("first", [make_row("a"), make_row("b")], date="2026-11-30T10:00:00Z")
+    return tmp_path / "first"
+
+
+@pytest.fixture
+def second(make_row: Make, make_run: Make, tmp_path: Path) -> Path:
+    faster = make_row("b", times_us={"opkiln": 5.0, "torch": 9.0})
+    make_run("second", [faster, make_row("c")], date="2026-11-30T11:00:00Z")
+    return tmp_path / "second"
+
+
+def test_is_complete_and_repeats_itself(first: Path, tmp_path: Path) -> None:
+    once = report(first, into=tmp_path / "out")
+    pages = {"all.md", "method.md", "normalization.md", "index.html", "rows.csv"}
+    assert set(once) == {*pages, "records/first.jsonl"}
+    assert report(first, into=tmp_path / "out") == once
+    assert report(tmp_path / "out", into=tmp_path / "out") == once  # from its own records
+
+
+def test_a_later_run_replaces_its_rows_on_every_page(
+    first: Path, second: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    report(first, into=out)
+    files = report(second, into=out)
+    assert {r["label"]: r["run"] for r in read_csv(out / "rows.csv")} == {
+        "a": "first",
+        "b": "second",
+        "c": "second",
+    }
+    page = files["normalization.md"].decode()
+    assert [line[2:3] for line in page.splitlines() if "| bf16 |" in line] == ["a", "b", "c"]
+    assert report(first, second, into=tmp_path / "at-once") == files
+    assert report(second, first, into=tmp_path / "reversed") == files
+
+
+def test_the_method_page_says_how_far_two_runs_agree(
+    first: Path, second: Path, tmp_path: Path
+) -> None:
+    alone = report(first, into=tmp_path / "one")["method.md"].decode()
+    both = report(first, second, into=tmp_path / "two")["method.md"].decode()
+    assert "agree within" not in alone
+    assert "- first and second agree within 11" in both and "missed.\n" in both
+
+
+def test_runs_of_two_commits_are_not_held_against_each_other(
+    first: Path, make_row: Make, make_run: Make, tmp_path: Path
+) -> None:
+    make_run("later", [make_row("a")], date="2026-11-30T12:00:00Z", commit="def")
+    page = report(first, tmp_path / "later", into=tmp_path / "out")["method.md"].decode()
+    assert "agree within" not in page

@@ -1,0 +1,216 @@
+"""The cluster kernel of the row norms: its plans and launch arguments; its results on a GPU."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from norm.row_cases import BF16, F16, F32, random, run
+from opkiln.device import cuda
+from opkiln.ops import CATALOGUE
+from opkiln.policy import Policy
+from opkiln.spec import Call
+from opkiln_norm import row_cluster, row_plan
+from opkiln_norm.row_cluster import ClusterTiling
+
+DECODE = ClusterTiling(2, 64, 1, weight_at=1)
+LONG = ClusterTiling(2, 64, 2, persistent=True, weight_at=2, prefetch=True)
+OPS = pytest.mark.parametrize("op", row_cluster.OPS)
+ON_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or cuda.why_not(torch.device("cuda", 0), "") is not None,
+    reason="needs a GPU of compute capability 9.0 and cuda-core",
+)
+
+
+@pytest.fixture
+def use_tiling(monkeypatch):
+    """Put one row into the cluster table, for any number of rows."""
+
+    def put(op: str, itemsize: int, n: int, tiling: ClusterTiling) -> None:
+        use = dataclasses.asdict(tiling)
+        row = {"op": op, "itemsize": itemsize, "n": n, "rows": [1, None], "label": "test"}
+        monkeypatch.setattr(row_cluster, "cluster_rows", lambda: [{**row, "use": use}])
+
+    return put
+
+
+def make_call(op: str, x: torch.Tensor, weight: Any = F32, bias: Any = F32, **how: Any) -> Call:
+    return Call.of(CATALOGUE[op], operands(op, x, weight, bias), params(x.shape[-1]), **how)
+
+
+def operands(op: str, x: torch.Tensor, weight: Any = F32, bias: Any = F32) -> list[Any]:
+    names = CATALOGUE[op].tensor_names
+    kinds = {"weight": weight, "bias": bias}
+    affine = [
+        None if kinds[n] is None else random(x.shape[-1], dtype=kinds[n])
+        for n in names
+        if n in kinds
+    ]
+    return [x, *[torch.randn_like(x)] * ("residual" in names), *affine]
+
+
+def params(n: int) -> dict[str, Any]:
+    return {"normalized_shape": (n,), "eps": 1e-5}
+
+
+TAKEN = {  # id: (input, tiling, rows, x_stride, even, dynamic shared memory)
+    "decode": (lambda: random(1, 1024, dtype=F16), DECODE, 1, 0, True, 0),
+    "shared-weight": (lambda: random(3, 1024, dtype=BF16), LONG, 3, 1024, False, 32 * 128),
+    "row-slice": (lambda: random(6, 1024, dtype=F16)[::2], DECODE, 3, 2048, True, 0),
+    "two-leading-dims": (lambda: random(2, 3, 512), DECODE, 6, 512, True, 0),
+    "no-leading-dim": (lambda: random(512), DECODE, 1, 0, True, 0),
+}
+
+
+@OPS
+@pytest.mark.parametrize("case", TAKEN.values(), ids=TAKEN)
+def test_plan(op, case, use_tiling):
+    make, tiling, rows, x_stride, even, shared = case
+    x = make()
+    use_tiling(op, x.dtype.itemsize, x.shape[-1], tiling)
+    plan = row_cluster.plan_for(make_call(op, x))
+    assert (plan.tiling, plan.source) == (tiling, "test")
+    found = (plan.rows, plan.x_stride, plan.even, plan.shared_bytes)
+    assert found == (rows, x_stride, even, shared)
+
+
+LEFT = {  # id: (call of rms_norm or layer_norm over 1024 columns that the Triton kernel serves)
+    "column-stride": lambda: make_call("rms_norm", random(2, 2048, dtype=F16)[:, ::2]),
+    "odd-pitch": lambda: make_call("rms_norm", random(2, 1028, dtype=F16)[:, :1024]),
+    "unaligned": lambda: make_call("rms_norm", random(2056, dtype=F16)[1:2049].view(2, 1024)),
+    "two-row-strides": lambda: make_call("rms_norm", random(3, 4, 1024, dtype=F16)[:, :2]),
+    "weight-and-bias-differ": lambda: make_call("layer_norm", random(2, 1024, dtype=F16), F16, F32),
+    "not-in-the-table": lambda: make_call("rms_norm", random(2, 512, dtype=F16)),
+    "other-element-size": lambda: make_call("rms_norm", random(2, 1024)),
+}
+
+
+@pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
+def test_left_to_triton(make, use_tiling):
+    call = make()
+    use_tiling(call.spec.name, 2, 1024, DECODE)
+    assert row_cluster.plan_for(call) is None
+    assert row_cluster.prepare(call) is None
+
+
+def test_too_long_for_the_cluster_and_other_ops(use_tiling):
+    use_tiling("rms_norm", 2, 1032, DECODE)
+    assert row_cluster.plan_for(make_call("rms_norm", random(2, 1032, dtype=F16))) is None
+    use_tiling("fused_add_rms_norm_inplace", 2, 1024, DECODE)
+    call = make_call("fused_add_rms_norm_inplace", random(2, 1024, dtype=F16))
+    assert row_cluster.plan_for(call) is None
+
+
+def test_regimes(monkeypatch):
+    """The number of rows chooses; under batch invariance that of many does."""
+    rows = [
+        {"op": "rms_norm", "itemsize": 2, "n": 1024, "rows": [1, 8], "label": "few"},
+        {"op": "rms_norm", "itemsize": 2, "n": 1024, "rows": [9, None], "label": "many"},
+    ]
+    use = dataclasses.asdict(DECODE)
+    monkeypatch.setattr(row_cluster, "cluster_rows", lambda: [{**r, "use": use} for r in rows])
+    few, many = random(8, 1024, dtype=F16), random(9, 1024, dtype=F16)
+    policy = Policy(batch_invariant=True)
+    assert row_cluster.plan_for(make_call("rms_norm", few)).source == "few"
+    assert row_cluster.plan_for(make_call("rms_norm", many)).source == "many"
+    assert row_cluster.plan_for(make_call("rms_norm", few, policy=policy)).source == "many"
+
+
+@OPS
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_launch_arguments(op, needs_grad, use_tiling, monkeypatch):
+    """What reaches the kernel, in its order; absent tensors as null pointers."""
+    sent: list[Any] = []
+
+    class Recorder:
+        def configure(self, grid: Any, block: Any, shared_bytes: int, cluster: int) -> Any:
+            assert (grid, block, shared_bytes, cluster) == ((6, 1, 1), (64, 1, 1), 0, 2)
+            return lambda *arguments: sent.extend(arguments)
+
+    monkeypatch.setattr(cuda, "why_not", lambda device, extra: None)
+    monkeypatch.setattr(cuda, "load", lambda *_: Recorder())
+    use_tiling(op, 2, 1024, DECODE)
+    x = random(3, 1024, dtype=F16)
+    tensors = operands(op, x, bias=None)
+    results = row_cluster.prepare(make_call(op, x, bias=None, needs_grad=needs_grad))(*tensors)
+    results = results if isinstance(results, tuple) else (results,)
+    added, center = "fused_add" in op, "layer_norm" in op
+    pointers, scalars = sent[:8], sent[8:]
+    assert pointers[0] is x and pointers[1] is (tensors[1] if added else 0)
+    assert pointers[2] is tensors[1 + added] and pointers[3] == 0
+    assert pointers[4] is results[0] and pointers[5] is (results[1] if added else 0)
+    saved = results[1 + added :]
+    assert len(saved) == (1 + center if needs_grad and not added else 0)
+    assert pointers[6] is (saved[0] if saved and center else 0)
+    assert pointers[7] is (saved[-1] if saved else 0)
+    assert scalars == [3, 1024, 1024, 1024, 1e-5]
+
+
+def test_table_is_valid():
+    """Every row covers what it says, within the limits of a CTA and of a portable cluster."""
+    for row in row_cluster.cluster_rows():
+        tiling = ClusterTiling(**row["use"])
+        values = 16 // row["itemsize"]
+        assert row["n"] <= tiling.cluster * tiling.threads * tiling.vectors * values
+        assert row["n"] % values == 0 and row["op"] in row_cluster.OPS
+        assert tiling.threads * tiling.resident <= 2048 and tiling.cluster <= 8
+
+
+def test_every_macro_is_set():
+    """The source names no macro that the plan leaves out, and the plan none that it lacks."""
+    call = make_call("layer_norm", random(1, 1024, dtype=F16))
+    plan = row_cluster.ClusterPlan(DECODE, "test", 1, 1024, 1024, 1024, True, 0)
+    names = plan.macros(call)
+    text = row_cluster.source()
+    assert all(f"{name}" in text for name in names)
+    assert all(isinstance(value, int) for value in names.values())
+    header = text[text.index("Macros.") : text.index("One CTA's slice")]
+    assert all(name in header for name in names)
+
+
+@ON_GPU
+@OPS
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("tiling", [DECODE, LONG, dataclasses.replace(LONG, weight_at=0)])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_results(op, dtype, tiling, spare, use_tiling):
+    """Rows that fill the cluster or lack one vector, more rows than clusters fit at once."""
+    values = 16 // dtype.itemsize
+    n = values * (tiling.cluster * tiling.threads * tiling.vectors - spare)
+    use_tiling(op, dtype.itemsize, n, tiling)
+    x = random(1500 if tiling.persistent else 3, n, dtype=dtype)
+    tensors = operands(op, x, F32, F32)
+    assert row_cluster.prepare(Call.of(CATALOGUE[op], tensors, params(n))) is not None
+    run(op, tensors, params(n))
+
+
+@ON_GPU
+@OPS
+def test_one_row_has_the_bits_that_it_has_among_many(op, use_tiling):
+    use_tiling(op, 2, 2048, LONG)
+    x = random(700, 2048, dtype=BF16)
+    tensors = operands(op, x, BF16, BF16)
+    one = [t[600:601] if t is not None and t.ndim == 2 else t for t in tensors]
+
+    def launch(given: list[Any]) -> torch.Tensor:
+        out = row_cluster.prepare(Call.of(CATALOGUE[op], given, params(2048)))(*given)
+        return out[0] if isinstance(out, tuple) else out
+
+    assert torch.equal(launch(tensors)[600:601], launch(one))
+
+
+@ON_GPU
+def test_nan_and_inf_stay_in_their_row(use_tiling):
+    use_tiling("layer_norm", 2, 1024, DECODE)
+    x = random(4, 1024, dtype=F16)
+    x[1, 3], x[2, 5] = math.nan, math.inf
+    tensors = operands("layer_norm", x, None, None)
+    y = row_cluster.prepare(Call.of(CATALOGUE["layer_norm"], tensors, params(1024)))(*tensors)
+    assert y[1].isnan().all() and y[[0, 3]].isfinite().all()
+
+
+def test_source_is_packaged():
+    folder = Path(row_plan.__file__).parent
+    assert (folder / "csrc" / "row_cluster.cu").read_text("utf-8") == row_cluster.source()

@@ -1,0 +1,49 @@
+"""The pooling kernels, compiled for sm_90 without a GPU: no spills, wide loads where rows allow."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = pathlib.Path(__file__).with_name("compile_pools.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def faults(case: str, report: dict[str, Any]) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    counts = report["counts"]
+    found = [f"{key} {report[key]}" for key in ("spill_bytes", "stack_bytes") if report[key]]
+    found += [code for code in counts if code.split(".")[0] in ("LDL", "STL")]
+    wide = any(code.startswith("LDG") and ".128" in code for code in counts)
+    if not wide and not case.endswith(("odd", "odd-rows")):
+        found.append(f"no 16-byte load: {[c for c in counts if c.startswith('LDG')]}")
+    return found
+
+
+def test_no_spills_and_16_byte_loads(reports):
+    """One test for all kernels, so that one pytest-xdist worker compiles them, once."""
+    assert {case: found for case, r in reports.items() if (found := faults(case, r))} == {}
+
+
+def test_maxima_of_16_bits_stay_packed(reports):
+    """Two maxima an instruction, and no conversion to f32: a third of the instructions."""
+    counts = reports["patch-f16"]["counts"]
+    assert counts.get("HMNMX2.NAN", 0) >= 8
+    assert not [code for code in counts if code.startswith(("F2F", "HADD2"))]
+
+
+def test_faults_are_seen():
+    report = {"spill_bytes": 8, "stack_bytes": 0, "counts": {"LDG.E.64": 1, "LDL": 2}}
+    assert [f.split()[0] for f in faults("patch", report)] == ["spill_bytes", "LDL", "no"]
