@@ -304,7 +304,7 @@ def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
 def reference(row: Row, tensors: list[Any]) -> list[torch.Tensor]:
     """Outputs and running statistics in float64, some channels at a time."""
     channels = row.shape[1]
-    if math.prod(row.shape) < LARGE or row.op != "batch_norm" and not row.backward:
+    if math.prod(row.shape) < LARGE or (row.op != "batch_norm" and not row.backward):
         return reference_part(row, tensors)
     parts = []
     for c in range(0, channels, 8):
@@ -312,9 +312,7 @@ def reference(row: Row, tensors: list[Any]) -> list[torch.Tensor]:
                for t in tensors]  # fmt: skip
         parts.append([p.cpu() for p in reference_part(row, cut)])
     dims = [1 if p.ndim > 1 else 0 for p in parts[0]]
-    return [
-        torch.cat([p[i] for p in parts], d).to(tensors[0].device) for i, d in enumerate(dims)
-    ]
+    return [torch.cat([p[i] for p in parts], d).to(tensors[0].device) for i, d in enumerate(dims)]
 
 
 def reference_part(row: Row, tensors: list[Any]) -> list[torch.Tensor]:

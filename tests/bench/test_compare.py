@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from opkiln_bench import commands
 from opkiln_bench.compare import agreement, changes
 
@@ -72,3 +73,11 @@ def test_command_prints_the_agreement(
 ) -> None:
     commands.main(["compare", str(tmp_path / "A"), str(tmp_path / "B")])
     assert "A and B agree within 5.0% on the median of 3 rows" in capsys.readouterr().out
+
+
+def test_calibrate_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert commands.main(["calibrate"]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err

@@ -122,3 +122,10 @@ def test_agreement_with_events_above_50_us(measure: Any) -> None:
     found = measure(call)
     assert median(found) > 50
     assert by_events(call) == pytest.approx(median(found), rel=0.03)
+
+
+def test_the_profiler_warns_nobody(
+    measure: Any, x: torch.Tensor, recwarn: pytest.WarningsRecorder
+) -> None:
+    measure(lambda: x.add(1))
+    assert [str(w.message) for w in recwarn.list] == []

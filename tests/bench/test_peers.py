@@ -16,6 +16,8 @@ from opkiln_bench.peers import (
     PEERS,
     absent,
     common,
+    compositions,
+    rope_table,
     torch_compile,
     torch_direct,
     unmeasured,

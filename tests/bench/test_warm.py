@@ -34,10 +34,11 @@ def test_a_row_makes_its_inputs_once() -> None:
     assert {len(home) for home in homes.values()} == {1}
 
 
-def test_builds_wait_for_no_other_process() -> None:
-    row = ROWS[0]
-    parts = shares([*TASKS, (row, "flashinfer")], 8)
-    assert [i for i, p in enumerate(parts) if (row, "flashinfer") in p] == [7]
+def test_builds_are_apart_by_family() -> None:
+    first = {r.family: r for r in ROWS}
+    builds = [(first[f], "flashinfer") for f in ("normalization", "top-k")]
+    parts = shares([*builds, *TASKS], 8)
+    assert parts[8:] == [[builds[0]], [builds[1]]]
 
 
 def test_few_rows_take_few_processes() -> None:

@@ -18,6 +18,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 #define DEVICE inline
+#define NOT_INLINED inline
 #define __device__
 #define __global__
 #define __launch_bounds__(...)

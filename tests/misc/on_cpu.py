@@ -10,18 +10,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from opkiln.conformance.cases import Case, cases_of
+from opkiln.conformance.checks import Fault, compared, expected_of
+from opkiln.spec import Call
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cpu_device.h")
-# A byte of an argument is a byte of the kernel's parameter: all of them have eight.
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+# Every argument of every kernel has eight bytes.
 RUN = """
 template <typename... A, size_t... I>
 void call(void (*kernel)(A...), const u64* raw, std::index_sequence<I...>) {
     kernel(cpu::value<A>(raw[I])...);
 }
 template <typename... A>
-void unpack(void (*kernel)(A...), const u64* raw) { call(kernel, raw, std::index_sequence_for<A...>()); }
+void unpack(void (*kernel)(A...), const u64* raw) {
+    call(kernel, raw, std::index_sequence_for<A...>());
+}
 extern "C" void run(u32 x, u32 y, u32 z, u32 threads, u64 shared, u32 cluster, const u64* raw) {
     cpu::launch({x, y, z}, threads, shared, cluster, [=] { unpack(KERNEL, raw); });
 }
@@ -74,3 +81,35 @@ def as_bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         value = value.data_ptr()
     return struct.pack("<d" if isinstance(value, float) else "<q", value)
+
+
+class Conformance:
+    """A conformance case for the family's CUDA kernel."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def run(self) -> str:
+        """What is wrong, "" if nothing is."""
+        from opkiln_misc.plugin import planner
+
+        bound = self.case.build(torch.device("cpu"))
+        call = Call.of(bound.spec, bound.tensors, bound.params, self.case.policy)
+        if not any(m.numel for m in call.outputs):
+            return ""  # never launched
+        try:
+            launch = planner(self.case.op).prepare(call)
+        except ValueError as refusal:
+            return "" if str(refusal).startswith("serves") else str(refusal)
+        out = launch(*bound.tensors)
+        outs = list(out) if isinstance(out, tuple) else [out]
+        try:
+            list(compared(self.case, call, "opkiln", outs, expected_of(bound, call)))
+        except Fault as fault:
+            return str(fault)
+        return ""
+
+
+def conformance(op: str, *dtypes: torch.dtype) -> list[Any]:
+    cases = [c for c in cases_of(op) if c.dtype in dtypes]
+    return [pytest.param(Conformance(c), id=c.id) for c in cases]

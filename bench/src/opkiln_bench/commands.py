@@ -68,14 +68,13 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    import torch
+    from opkiln_bench.runner import device_in_use, device_kind
 
-    if not torch.cuda.is_available():
-        print("opkiln-bench calibrate: torch sees no GPU here", file=sys.stderr)
-        return 2
+    kind = device_kind("cuda")  # before triton is imported, which wants a GPU too
     from opkiln_bench.calibrate import calibrate, write_profile
 
-    profile = calibrate(torch.device("cuda", 0), arguments.samples)
+    with device_in_use(kind, None, print) as device:
+        profile = calibrate(device, arguments.samples)
     print(write_profile(profile, Path(arguments.to) if arguments.to else None))
     return 0
 

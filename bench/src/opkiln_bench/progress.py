@@ -80,5 +80,6 @@ class Progress:
         spent = sorted(seconds.items(), key=lambda item: -item[1])
         total = sum(seconds.values())
         self.console.print(
-            f"time {total:.0f} s: " + ", ".join(f"{name} {s:.1f} s" for name, s in spent)
+            f"time {total:.0f} s: "
+            + ", ".join(f"{name} {s:.1f} s" for name, s in spent if s >= 0.05)
         )

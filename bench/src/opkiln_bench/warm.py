@@ -52,15 +52,21 @@ def tasks_of(rows: Sequence[Row], backends: Iterable[str]) -> list[Task]:
 
 
 def shares(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
-    """The tasks of each process: large rows in the first ones, builds in the last."""
+    """The tasks of each process: large rows in the first ones, a row's together.
+
+    Builds come on top, a process a family: nvcc takes a minute for one, and rows would wait.
+    """
     parts: list[list[Task]] = [[] for _ in range(processes)]
-    parts[-1] += [t for t in tasks if t[1] in BUILT]
     compiled = [t for t in tasks if t[1] not in BUILT]
     rows = [list(group) for _, group in groupby(compiled, key=lambda t: t[0].key)]
     for of_row in sorted(rows, key=lambda r: r[0][0].input_bytes <= LARGE_BYTES):
         large = of_row[0][0].input_bytes > LARGE_BYTES
         min(parts[:LARGE_PROCESSES] if large else parts, key=len).extend(of_row)
-    return [part for part in parts if part]
+    builds: dict[str, list[Task]] = {}
+    for task in tasks:
+        if task[1] in BUILT:
+            builds.setdefault(task[0].family, []).append(task)
+    return [part for part in [*parts, *builds.values()] if part]
 
 
 def keep_caches() -> None:

@@ -1,7 +1,7 @@
 """What torch-compile is given where an op's own torch call does not trace into one graph.
 
-The spec's call looks up shared rope tables under a lock, switches cuDNN's precision for float32, and
-walks through top-k in chunks: a graph break, another, and 128 unrolled loops.
+The spec's call looks up shared rope tables under a lock, switches cuDNN's precision for float32,
+and walks through top-k in chunks: a graph break, another, and 128 unrolled loops.
 """
 
 from __future__ import annotations

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +106,15 @@ def conform(
     dtypes: Sequence[torch.dtype] | None = None,
     progress: Progress | None = None,
     big: bool = False,
+    jobs: int = 1,
+    finished: Callable[[OpReport], None] | None = None,
 ) -> Report:
     """Run the cases of a backend.
 
     ops: python names, None: those that the backend implements. dtypes: None for all.
-    progress(outcome): called after each case. big: also calls above 2^32 elements (CUDA only; up to
-    100 GB of its memory).
+    jobs: processes, one op at a time each; they load installed plugins only. finished(report):
+    called after each op; progress(outcome): after each case, with one job. big: also calls above
+    2^32 elements (CUDA only; up to 100 GB of its memory).
     On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
     device where there is one. Raises ArgumentError for an unknown backend, op or device, and for
     `big` on a CPU.
@@ -117,18 +124,40 @@ def conform(
     if big and where.type != "cuda":
         raise ArgumentError(f"conform: big calls need a GPU, the device is {where}")
     chosen = None if dtypes is None else tuple(dtypes)
+    one = partial(conform_op, backend=backend, where=where, dtypes=chosen, big=big)
     reports = []
-    for name in names:
-        report = OpReport(name, CATALOGUE[name].op)
-        for case in cases_of(name, chosen):
-            tell(report, check(case, backend, where), progress)
-        if where.type == "cuda":
-            from opkiln.conformance.cuda_checks import device_checks
-
-            for outcome in device_checks(name, backend, where, big):
-                tell(report, outcome, progress)
-        reports.append(report)
+    with contextlib.ExitStack() as stack:
+        if jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, context))
+            found: Iterable[OpReport] = pool.map(one, names)
+        else:
+            found = (one(name, progress=progress) for name in names)
+        for report in found:
+            reports.append(report)
+            if finished is not None:
+                finished(report)
     return Report(backend, str(where), environment(where), reports)
+
+
+def conform_op(
+    name: str,
+    backend: str,
+    where: torch.device,
+    dtypes: tuple[torch.dtype, ...] | None,
+    big: bool,
+    progress: Progress | None = None,
+) -> OpReport:
+    """The cases of one op."""
+    report = OpReport(name, CATALOGUE[name].op)
+    for case in cases_of(name, dtypes):
+        tell(report, check(case, backend, where), progress)
+    if where.type == "cuda":
+        from opkiln.conformance.cuda_checks import device_checks
+
+        for outcome in device_checks(name, backend, where, big):
+            tell(report, outcome, progress)
+    return report
 
 
 def tell(report: OpReport, outcome: Outcome, progress: Progress | None) -> None:

@@ -100,9 +100,7 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> list[Step]:
     n, dim = p.n, p.dim
     if n < 2 or n & (n - 1) or n > MAX_POINTS:
         raise ValueError(f"serves powers of two from 2 to {MAX_POINTS} points, got {n}")
-    others = [
-        (size, x.stride[i], out.stride[i]) for i, size in enumerate(out.shape) if i != dim
-    ]
+    others = [(size, x.stride[i], out.stride[i]) for i, size in enumerate(out.shape) if i != dim]
     strides = (x.stride[dim], out.stride[dim])
     present = min(x.shape[dim], n)
     if n <= ONE_STEP[x.dtype]:

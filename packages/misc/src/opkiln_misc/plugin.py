@@ -1,8 +1,10 @@
 """Registers the kernels of FFT, MHC and top-k as backend `opkiln`. Imports no kernel."""
 
 import functools
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -14,6 +16,12 @@ from opkiln.spec import Call
 
 OPKILN_API = 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CUDA_DTYPES = {
+    "mhc_pre": DTYPES,
+    "fft": (torch.complex64, torch.complex128),
+    "topk_selector": (torch.float32,),
+}
+MODULES = {"mhc_post": "mhc_post", "mhc_pre": "mhc_pre", "fft": "fft", "topk_selector": "topk"}
 TRAITS = frozenset({"deterministic", "batch_invariant"})
 EXTRA = "opkiln-misc[cu13]"  # brings NVRTC and what launches its kernels
 
@@ -50,38 +58,42 @@ def supports_mhc_post(call: Call) -> Refusal | None:
     return triton_refusal(call.device)
 
 
-def supports_mhc_pre(call: Call) -> Refusal | None:
-    from opkiln_misc.mhc_pre import plan_for
-
-    if call.tensors.x.dtype not in DTYPES:
-        return Refusal(f"serves float16, bfloat16 and float32, x is {call.tensors.x.dtype}")
+def supports_cuda(call: Call) -> Refusal | None:
+    """For the ops whose kernel is CUDA C++: what its planner says, then what the device says."""
+    first = next(iter(vars(call.tensors).values()))
+    dtypes = CUDA_DTYPES[call.spec.name]
+    lead = call.tensors.x if call.spec.name == "mhc_pre" else first
+    if lead.dtype not in dtypes:
+        return Refusal(f"serves {', '.join(map(str, dtypes))}, got {lead.dtype}")
     try:
-        plan_for(call)
+        planner(call.spec.name).plan_for(call)
     except ValueError as error:
         return Refusal(str(error))
     return cuda_refusal(call.device)
 
 
-def load_mhc_post() -> Prepare:
-    from opkiln_misc.mhc_post import prepare
+def planner(op: str) -> Any:
+    """The module that plans and launches `op`."""
+    return importlib.import_module(f"opkiln_misc.{MODULES[op]}")
 
-    return prepare
 
-
-def load_mhc_pre() -> Prepare:
-    from opkiln_misc.mhc_pre import prepare
-
-    return prepare
+def loader(op: str) -> Callable[[], Prepare]:
+    return lambda: planner(op).prepare
 
 
 @hookimpl
 def opkiln_implementations() -> list[Any]:
     version = metadata.version("opkiln-misc")
-    found = (
-        ("mhc_post", supports_mhc_post, load_mhc_post),
-        ("mhc_pre", supports_mhc_pre, load_mhc_pre),
-    )
     return [
-        Implementation(op, "opkiln", version, 1, supports, loader, priority=10, traits=TRAITS)
-        for op, supports, loader in found
+        Implementation(
+            op,
+            "opkiln",
+            version,
+            1,
+            supports_cuda if op in CUDA_DTYPES else supports_mhc_post,
+            loader(op),
+            priority=10,
+            traits=TRAITS,
+        )
+        for op in MODULES
     ]

@@ -11,7 +11,9 @@ from opkiln_misc.sources import source
 
 TYPES = {torch.int32: "int", torch.int64: "long long"}
 MAX_TOPK = 8192
-LEAST_CAPACITY = 4096  # twice topk is enough from a sample of 4096; a chunk more, for the exact path
+LEAST_CAPACITY = (
+    4096  # twice topk is enough from a sample of 4096; a chunk more, for the exact path
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,8 @@ class Plan:
 
 def rule(capacity: int) -> Tiling:
     """As many CTAs as registers and 227 KiB of shared memory allow."""
-    if capacity <= 4096:
+    if capacity == LEAST_CAPACITY:
         return Tiling(threads=512, blocks=3, unroll=4)
-    if capacity <= 8192:
-        return Tiling(threads=1024, blocks=1, unroll=4)
     return Tiling(threads=1024, blocks=1, unroll=4)
 
 
@@ -65,7 +65,8 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan:
         "BLOCKS": t.blocks,
         "VECTOR": 4 if dense and aligned else 1,
         "UNROLL": t.unroll,
-        "SORTED": int(call.policy.deterministic),
+        # The set is always the same; its order is what comes, but for these policies.
+        "SORTED": int(call.policy.deterministic or call.policy.batch_invariant),
         "START": TYPES[starts.dtype],
         "END": TYPES[ends.dtype],
     }

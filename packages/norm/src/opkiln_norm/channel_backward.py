@@ -9,7 +9,6 @@ g, x [N, C, *S] f16, bf16 or f32 with any strides; w, mean, rstd [C]; each gradi
 resident_backward_kernel   a program holds one or several channels' g and x in registers
 sums_kernel                both sums of a slice of a channel, to a workspace
 gradient_kernel            adds up the slices and writes the gradients of a slice
-stream_backward_kernel     both in one persistent kernel, the second one channel behind the first
 """
 
 import os
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 
 from opkiln_norm.channel_forward import load_optional
-from opkiln_norm.channel_slices import announce, leave, wait_for_all, workspace
+from opkiln_norm.channel_slices import workspace
 from opkiln_norm.channel_tile import (
     add_pairs,
     channel_of,
@@ -33,7 +32,6 @@ from opkiln_norm.channel_tile import (
     store_tile,
 )
 from opkiln_norm.row_tiles import read_again
-
 
 # The interpreter reduces a pair element by element, in Python, and not over all axes.
 ONE_BY_ONE = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -52,17 +50,40 @@ def add_up(a, b, POOL: tl.constexpr):
 
 
 @triton.jit
-def load_pair(x_ptr, g_ptr, outer, i, row_ok, first, J, x_steps, g_steps, outer_sizes, col_sizes,
+def load_pair(x_ptr, g_ptr, outer, i, row_ok, first, n_cols, x_steps, g_steps, outer_sizes,
+              col_sizes,
               X_DENSE: tl.constexpr, G_DENSE: tl.constexpr, ALIGN: tl.constexpr,
               EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
               EVICT: tl.constexpr):  # fmt: skip
     x_rows = row_pointers(x_ptr, outer, i, outer_sizes, x_steps, X_DENSE, ALIGN)
     g_rows = row_pointers(g_ptr, outer, i, outer_sizes, g_steps, G_DENSE, ALIGN)
     x = load_tiles(
-        x_rows, row_ok, first, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT
+        x_rows,
+        row_ok,
+        first,
+        n_cols,
+        col_sizes,
+        x_steps,
+        X_DENSE,
+        ALIGN,
+        EVEN,
+        BLOCK_N,
+        CHUNKS,
+        EVICT,
     )
     g = load_tiles(
-        g_rows, row_ok, first, J, col_sizes, g_steps, G_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT
+        g_rows,
+        row_ok,
+        first,
+        n_cols,
+        col_sizes,
+        g_steps,
+        G_DENSE,
+        ALIGN,
+        EVEN,
+        BLOCK_N,
+        CHUNKS,
+        EVICT,
     )
     return x, g
 
@@ -78,7 +99,8 @@ def add_tiles(sum_g, sum_gx, x, g, mean, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def write_gradients(d_ptr, x, g, outer, i, row_ok, first, J, mean, scale, shift, slope, d_steps,
+def write_gradients(d_ptr, x, g, outer, i, row_ok, first, n_cols, mean, scale, shift, slope,
+                    d_steps,
                     outer_sizes, col_sizes, TRAINING: tl.constexpr, D_DENSE: tl.constexpr,
                     PACKED: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr,
                     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
@@ -90,7 +112,7 @@ def write_gradients(d_ptr, x, g, outer, i, row_ok, first, J, mean, scale, shift,
         if TRAINING:
             d = d - shift - slope * (read_again(x[c], scale, PACKED) - mean)
         store_tile(
-            rows, d * scale, row_ok, first + c * BLOCK_N, J, col_sizes, d_steps,
+            rows, d * scale, row_ok, first + c * BLOCK_N, n_cols, col_sizes, d_steps,
             D_DENSE, ALIGN, EVEN, BLOCK_N, STORE_CACHE,
         )  # fmt: skip
 
@@ -115,12 +137,12 @@ def resident_backward_kernel(
     CHUNKS: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
     """Grid: outer * row_blocks programs."""
-    J = j_units * ALIGN_J
+    n_cols = j_units * ALIGN_J
     outer, first_row = place(tl.program_id(0), row_blocks, ONE_OUTER, ROWS)
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
     row_ok = i < i_units * ALIGN_I
     x, g = load_pair(
-        x_ptr, g_ptr, outer, i, row_ok, 0, J, x_steps, g_steps, outer_sizes, col_sizes,
+        x_ptr, g_ptr, outer, i, row_ok, 0, n_cols, x_steps, g_steps, outer_sizes, col_sizes,
         X_DENSE, G_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT,
     )  # fmt: skip
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
@@ -135,7 +157,7 @@ def resident_backward_kernel(
         scale = rstd * w
     if d_ptr is not None:
         write_gradients(
-            d_ptr, x, g, outer, i, row_ok, 0, J, mean, scale, sum_g / count,
+            d_ptr, x, g, outer, i, row_ok, 0, n_cols, mean, scale, sum_g / count,
             sum_gx * rstd * rstd / count, d_steps, outer_sizes, col_sizes, TRAINING, D_DENSE,
             PACKED, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
         )  # fmt: skip
@@ -144,7 +166,8 @@ def resident_backward_kernel(
 
 @triton.jit
 def slice_sums(x_ptr, g_ptr, mean_ptr, ws_ptr, outer, first_row, part, slices, items, sets,
-               x_steps, g_steps, outer_sizes, col_sizes, I, J, channels, per_group, strides,
+               x_steps, g_steps, outer_sizes, col_sizes, n_rows, n_cols, channels, per_group,
+               strides,
                X_DENSE: tl.constexpr, G_DENSE: tl.constexpr, POOL: tl.constexpr,
                CHANNEL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
@@ -153,19 +176,20 @@ def slice_sums(x_ptr, g_ptr, mean_ptr, ws_ptr, outer, first_row, part, slices, i
     local = tl.arange(0, BLOCK_M)[:, None]
     i = first_row + local
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
-    mean = load_channel(mean_ptr, channel, strides[1], i < I, CHANNEL)
+    mean = load_channel(mean_ptr, channel, strides[1], i < n_rows, CHANNEL)
     sum_g = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     sum_gx = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     start, end = slice_items(items, part, slices)
     for item in tl.range(start, end):
-        i, first = item_place(item, first_row, J, POOL, BLOCK_M, BLOCK_N * CHUNKS)
+        i, first = item_place(item, first_row, n_cols, POOL, BLOCK_M, BLOCK_N * CHUNKS)
         x, g = load_pair(
-            x_ptr, g_ptr, outer, i, i < I, first, J, x_steps, g_steps, outer_sizes, col_sizes,
+            x_ptr, g_ptr, outer, i, i < n_rows, first, n_cols, x_steps, g_steps, outer_sizes,
+            col_sizes,
             X_DENSE, G_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT,
         )  # fmt: skip
         sum_g, sum_gx = add_tiles(sum_g, sum_gx, x, g, mean, CHUNKS)
     total_g, total_gx = add_up(sum_g, sum_gx, POOL)
-    ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, I, POOL, ROWS)
+    ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, n_rows, POOL, ROWS)
     step = sets * slices.to(tl.int64)
     if POOL:
         tl.store(ptr + part, total_g)
@@ -198,7 +222,8 @@ def sums_kernel(
 def gradient_slice(
     x_ptr, g_ptr, w_ptr, mean_ptr, rstd_ptr, d_ptr, gw_ptr, gb_ptr, ws_ptr,
     outer, first_row, part, slices, items, sets, x_steps, g_steps, d_steps, outer_sizes, col_sizes,
-    I, J, channels, per_group, strides, count, TRAINING: tl.constexpr, SLICES: tl.constexpr,
+    n_rows, n_cols, channels, per_group, strides, count, TRAINING: tl.constexpr,
+    SLICES: tl.constexpr,
     X_DENSE: tl.constexpr, G_DENSE: tl.constexpr, D_DENSE: tl.constexpr,
     POOL: tl.constexpr, CHANNEL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
@@ -208,12 +233,12 @@ def gradient_slice(
     local = tl.arange(0, BLOCK_M)[:, None]
     i = first_row + local
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
-    mean = load_channel(mean_ptr, channel, strides[1], i < I, CHANNEL)
-    rstd = load_channel(rstd_ptr, channel, strides[2], i < I, CHANNEL)
+    mean = load_channel(mean_ptr, channel, strides[1], i < n_rows, CHANNEL)
+    rstd = load_channel(rstd_ptr, channel, strides[2], i < n_rows, CHANNEL)
     scale = rstd
     if w_ptr is not None:
-        scale = rstd * load_channel(w_ptr, channel, strides[0], i < I, CHANNEL)
-    ptr, row_ok = workspace(ws_ptr, outer, i, local, slices, I, POOL, ROWS)
+        scale = rstd * load_channel(w_ptr, channel, strides[0], i < n_rows, CHANNEL)
+    ptr, row_ok = workspace(ws_ptr, outer, i, local, slices, n_rows, POOL, ROWS)
     parts = tl.arange(0, SLICES)[None, :]
     mask = parts < slices
     if not POOL:
@@ -231,13 +256,15 @@ def gradient_slice(
         start, end = slice_items(items, part, slices)
         for k in tl.range(start, end):
             item = end - 1 - (k - start)
-            i, first = item_place(item, first_row, J, POOL, BLOCK_M, BLOCK_N * CHUNKS)
+            i, first = item_place(item, first_row, n_cols, POOL, BLOCK_M, BLOCK_N * CHUNKS)
             x, g = load_pair(
-                x_ptr, g_ptr, outer, i, i < I, first, J, x_steps, g_steps, outer_sizes, col_sizes,
+                x_ptr, g_ptr, outer, i, i < n_rows, first, n_cols, x_steps, g_steps, outer_sizes,
+                col_sizes,
                 X_DENSE, G_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT,
             )  # fmt: skip
             write_gradients(
-                d_ptr, x, g, outer, i, i < I, first, J, mean, scale, shift, slope, d_steps,
+                d_ptr, x, g, outer, i, i < n_rows, first, n_cols, mean, scale, shift, slope,
+                d_steps,
                 outer_sizes, col_sizes, TRAINING, D_DENSE, False, ALIGN, EVEN, BLOCK_N, CHUNKS,
                 STORE_CACHE,
             )  # fmt: skip
@@ -265,42 +292,3 @@ def gradient_kernel(
         count, TRAINING, SLICES, X_DENSE, G_DENSE, D_DENSE, POOL, CHANNEL, EVEN, ALIGN, ROWS,
         BLOCK_M, BLOCK_N, CHUNKS, EVICT, STORE_CACHE,
     )  # fmt: skip
-
-
-@triton.jit
-def stream_backward_kernel(
-    x_ptr, g_ptr, w_ptr, mean_ptr, rstd_ptr, d_ptr, gw_ptr, gb_ptr, ws_ptr,
-    x_steps, g_steps, d_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels,
-    per_group, strides, count, slices, items, sets, counters_ptr, units,
-    TRAINING: tl.constexpr, SLICES: tl.constexpr,
-    X_DENSE: tl.constexpr, G_DENSE: tl.constexpr, D_DENSE: tl.constexpr,
-    POOL: tl.constexpr, SEGMENT: tl.constexpr, CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr,
-    EVEN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, ALIGN_I: tl.constexpr,
-    ALIGN_J: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
-):  # fmt: skip
-    """Grid: `slices` programs, all resident, as in stream_kernel."""
-    I = i_units * ALIGN_I  # noqa: E741
-    J = j_units * ALIGN_J
-    part = tl.program_id(0)
-    for unit in tl.range(0, units + 1):
-        if unit < units:
-            outer, first_row = place(unit, row_blocks, ONE_OUTER, ROWS)
-            slice_sums(
-                x_ptr, g_ptr, mean_ptr, ws_ptr, outer, first_row, part, slices, items, sets,
-                x_steps, g_steps, outer_sizes, col_sizes, I, J, channels, per_group, strides,
-                X_DENSE, G_DENSE, POOL, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS,
-                "evict_last",
-            )  # fmt: skip
-            announce(counters_ptr, unit)
-        if unit > 0:
-            wait_for_all(counters_ptr, unit - 1, slices)
-            outer, first_row = place(unit - 1, row_blocks, ONE_OUTER, ROWS)
-            gradient_slice(
-                x_ptr, g_ptr, w_ptr, mean_ptr, rstd_ptr, d_ptr, gw_ptr, gb_ptr, ws_ptr,
-                outer, first_row, part, slices, items, sets, x_steps, g_steps, d_steps,
-                outer_sizes, col_sizes, I, J, channels, per_group, strides, count, TRAINING,
-                SLICES, X_DENSE, G_DENSE, D_DENSE, POOL, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M,
-                BLOCK_N, CHUNKS, "evict_first", STORE_CACHE,
-            )  # fmt: skip
-    leave(counters_ptr, units, slices)

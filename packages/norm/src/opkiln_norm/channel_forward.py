@@ -17,14 +17,11 @@ import triton.language as tl
 
 from opkiln_norm.channel_tile import (
     channel_of,
-    item_place,
     load_channel,
     load_tiles,
-    over_groups,
     over_set,
     place,
     row_pointers,
-    slice_items,
     store_channel,
     store_statistic,
     store_tile,
@@ -47,7 +44,7 @@ def move_running(ptr, old, channel, stride, new, momentum, ok, CHANNEL: tl.const
 
 
 @triton.jit
-def write_tiles(x, y_rows, row_ok, first, J, mean, rstd, w, b, col_sizes, y_steps,
+def write_tiles(x, y_rows, row_ok, first, n_cols, mean, rstd, w, b, col_sizes, y_steps,
                 Y_DENSE: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
                 EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
                 STORE_CACHE: tl.constexpr):  # fmt: skip
@@ -60,7 +57,7 @@ def write_tiles(x, y_rows, row_ok, first, J, mean, rstd, w, b, col_sizes, y_step
         if b is not None:
             y += b
         store_tile(
-            y_rows, y, row_ok, first + c * BLOCK_N, J, col_sizes, y_steps,
+            y_rows, y, row_ok, first + c * BLOCK_N, n_cols, col_sizes, y_steps,
             Y_DENSE, ALIGN, EVEN, BLOCK_N, STORE_CACHE,
         )  # fmt: skip
 
@@ -92,15 +89,15 @@ def resident_kernel(
     """Grid: outer * row_blocks programs. rm_ptr, rv_ptr: running statistics to update, or None;
     AVERAGED: with the average over the rows, the instances of one channel.
     """
-    I = i_units * ALIGN_I  # noqa: E741
-    J = j_units * ALIGN_J
+    n_rows = i_units * ALIGN_I
+    n_cols = j_units * ALIGN_J
     outer, first_row = place(tl.program_id(0), row_blocks, ONE_OUTER, ROWS)
     local = tl.arange(0, BLOCK_M)[:, None]
     i = first_row + local
-    row_ok = (i < I) & (local < ROWS)
+    row_ok = (i < n_rows) & (local < ROWS)
     x_rows = row_pointers(x_ptr, outer, i, outer_sizes, x_steps, X_DENSE, ALIGN)
     x = load_tiles(
-        x_rows, row_ok, 0, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT
+        x_rows, row_ok, 0, n_cols, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT
     )
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
     w = load_optional(w_ptr, channel, strides[2], row_ok, CHANNEL)
@@ -117,14 +114,14 @@ def resident_kernel(
         centred = read_again(x[c], mean, PACKED) - mean
         if not EVEN:
             j = c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            centred = tl.where(row_ok & (j < J), centred, 0.0)
+            centred = tl.where(row_ok & (j < n_cols), centred, 0.0)
         moment += centred * centred
     moment = over_set(moment, i, per_group, POOL, SEGMENT)
     rstd = tl.rsqrt(moment / count + eps)
 
     y_rows = row_pointers(y_ptr, outer, i, outer_sizes, y_steps, Y_DENSE, ALIGN)
     write_tiles(
-        x, y_rows, row_ok, 0, J, mean, rstd, w, b, col_sizes, y_steps,
+        x, y_rows, row_ok, 0, n_cols, mean, rstd, w, b, col_sizes, y_steps,
         Y_DENSE, PACKED, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
     )  # fmt: skip
     save_statistics(
@@ -134,7 +131,7 @@ def resident_kernel(
     if rm_ptr is not None:
         var = moment / (count - 1)
         if AVERAGED:
-            mean = tl.sum(tl.where(row_ok, mean, 0.0)) / I
-            var = tl.sum(tl.where(row_ok, var, 0.0)) / I
+            mean = tl.sum(tl.where(row_ok, mean, 0.0)) / n_rows
+            var = tl.sum(tl.where(row_ok, var, 0.0)) / n_rows
         move_running(rm_ptr, old_mean, channel, strides[0], mean, momentum, row_ok, CHANNEL)
         move_running(rv_ptr, old_var, channel, strides[1], var, momentum, row_ok, CHANNEL)

@@ -9,18 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from opkiln.spec import Call, TensorMeta
 
 from opkiln_norm.channel_backward import (
     gradient_kernel,
     resident_backward_kernel,
-    stream_backward_kernel,
     sums_kernel,
 )
 from opkiln_norm.channel_forward import resident_kernel
 from opkiln_norm.channel_plan import ChannelPlan, backward_plan, forward_plan
-from opkiln_norm.channel_slices import apply_kernel, average_kernel, moments_kernel, stream_kernel
+from opkiln_norm.channel_slices import apply_kernel, average_kernel, moments_kernel
+from opkiln_norm.channel_stream import stream_backward_kernel, stream_kernel
 from opkiln_norm.row_plan import multiprocessors, power_of_two
 
 Launch = Callable[..., Any]

@@ -30,7 +30,7 @@ from opkiln_norm.channel_tile import (
 
 
 @triton.jit
-def merge_tiles(n, mean, moment, x, row_ok, first, J, EVEN: tl.constexpr,
+def merge_tiles(n, mean, moment, x, row_ok, first, n_cols, EVEN: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """Chan's merge, lane by lane: the tiles x into the n values seen before."""
     new = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
@@ -39,17 +39,14 @@ def merge_tiles(n, mean, moment, x, row_ok, first, J, EVEN: tl.constexpr,
         j = first + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total += x[c].to(tl.float32)
         if not EVEN:
-            new += (row_ok & (j < J)).to(tl.float32)
-    if EVEN:
-        new_mean = total * (1.0 / CHUNKS)
-    else:
-        new_mean = total / tl.maximum(new, 1.0)
+            new += (row_ok & (j < n_cols)).to(tl.float32)
+    new_mean = total * (1.0 / CHUNKS) if EVEN else total / tl.maximum(new, 1.0)
     new_moment = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for c in tl.static_range(CHUNKS):
         centred = x[c].to(tl.float32) - new_mean
         if not EVEN:
             j = first + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            centred = tl.where(row_ok & (j < J), centred, 0.0)
+            centred = tl.where(row_ok & (j < n_cols), centred, 0.0)
         new_moment += centred * centred
     delta = new_mean - mean
     if EVEN:
@@ -65,7 +62,8 @@ def merge_tiles(n, mean, moment, x, row_ok, first, J, EVEN: tl.constexpr,
 
 @triton.jit
 def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_steps, outer_sizes,
-                  col_sizes, I, J, X_DENSE: tl.constexpr, POOL: tl.constexpr, EVEN: tl.constexpr,
+                  col_sizes, n_rows, n_cols, X_DENSE: tl.constexpr, POOL: tl.constexpr,
+                  EVEN: tl.constexpr,
                   ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Write the count, mean and moment of slice `part` of a set to the workspace."""
@@ -77,21 +75,32 @@ def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_
         n = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     start, end = slice_items(items, part, slices)
     for item in tl.range(start, end):
-        i, first = item_place(item, first_row, J, POOL, BLOCK_M, BLOCK_N * CHUNKS)
-        row_ok = (i < I) & (local < ROWS)
+        i, first = item_place(item, first_row, n_cols, POOL, BLOCK_M, BLOCK_N * CHUNKS)
+        row_ok = (i < n_rows) & (local < ROWS)
         rows = row_pointers(x_ptr, outer, i, outer_sizes, x_steps, X_DENSE, ALIGN)
         x = load_tiles(
-            rows, row_ok, first, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS, EVICT
+            rows,
+            row_ok,
+            first,
+            n_cols,
+            col_sizes,
+            x_steps,
+            X_DENSE,
+            ALIGN,
+            EVEN,
+            BLOCK_N,
+            CHUNKS,
+            EVICT,
         )
         n, mean, moment = merge_tiles(
-            n, mean, moment, x, row_ok, first, J, EVEN, BLOCK_M, BLOCK_N, CHUNKS
+            n, mean, moment, x, row_ok, first, n_cols, EVEN, BLOCK_M, BLOCK_N, CHUNKS
         )
     lanes = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32) + n
     count = over_set(lanes, local, 1, POOL, False)
     slice_mean = over_set(lanes * mean, local, 1, POOL, False) / tl.maximum(count, 1.0)
     delta = mean - slice_mean
     slice_moment = over_set(moment + lanes * delta * delta, local, 1, POOL, False)
-    ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, I, POOL, ROWS)
+    ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, n_rows, POOL, ROWS)
     step = sets * slices.to(tl.int64)
     for k in tl.static_range(3):
         value = (count, slice_mean, slice_moment)[k]
@@ -102,20 +111,21 @@ def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_
 
 
 @triton.jit
-def workspace(ws_ptr, outer, i, local, slices, I, POOL: tl.constexpr, ROWS: tl.constexpr):
+def workspace(ws_ptr, outer, i, local, slices, n_rows, POOL: tl.constexpr, ROWS: tl.constexpr):
     """Where the slices of each set lie, and which sets exist."""
     if POOL:
         found = ws_ptr + outer.to(tl.int64) * slices
     else:
-        found = ws_ptr + (outer.to(tl.int64) * I + i) * slices
-    return found, (i < I) & (local < ROWS)
+        found = ws_ptr + (outer.to(tl.int64) * n_rows + i) * slices
+    return found, (i < n_rows) & (local < ROWS)
 
 
 @triton.jit
-def merge_slices(ws_ptr, outer, i, local, slices, sets, I, count, per_group, POOL: tl.constexpr,
+def merge_slices(ws_ptr, outer, i, local, slices, sets, n_rows, count, per_group,
+                 POOL: tl.constexpr,
                  SEGMENT: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr):  # fmt: skip
     """Mean and moment of each set."""
-    ptr, row_ok = workspace(ws_ptr, outer, i, local, slices, I, POOL, ROWS)
+    ptr, row_ok = workspace(ws_ptr, outer, i, local, slices, n_rows, POOL, ROWS)
     parts = tl.arange(0, SLICES)[None, :]
     ptrs = ptr + parts
     mask = parts < slices
@@ -150,7 +160,8 @@ def moments_kernel(
 @triton.jit
 def apply_slice(
     x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
-    outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes, col_sizes, I, J,
+    outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes, col_sizes, n_rows,
+    n_cols,
     channels, per_group, stat, strides,
     count, eps, momentum, GIVEN: tl.constexpr, SLICES: tl.constexpr,
     X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
@@ -164,7 +175,7 @@ def apply_slice(
     """
     local = tl.arange(0, BLOCK_M)[:, None]
     i = first_row + local
-    row_ok = (i < I) & (local < ROWS)
+    row_ok = (i < n_rows) & (local < ROWS)
     channel = channel_of(outer, i, channels, per_group, CHANNEL)
     w = load_optional(w_ptr, channel, strides[2], row_ok, CHANNEL)
     b = load_optional(b_ptr, channel, strides[3], row_ok, CHANNEL)
@@ -176,12 +187,25 @@ def apply_slice(
         rstd = tl.rsqrt(old_var + eps)
     else:
         mean, moment = merge_slices(
-            ws_ptr, outer, i, local, slices, sets, I, count, per_group, POOL, SEGMENT, ROWS, SLICES
+            ws_ptr,
+            outer,
+            i,
+            local,
+            slices,
+            sets,
+            n_rows,
+            count,
+            per_group,
+            POOL,
+            SEGMENT,
+            ROWS,
+            SLICES,
         )
         rstd = tl.rsqrt(moment / count + eps)
     if part == 0:
         save_statistics(
-            mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat, per_group, POOL, SEGMENT,
+            mean_ptr, rstd_ptr, moment_ptr, mean, rstd, moment, outer, i, row_ok, stat, per_group,
+            POOL, SEGMENT,
         )  # fmt: skip
         if rm_ptr is not None and not GIVEN:
             var = moment / (count - 1)
@@ -190,20 +214,23 @@ def apply_slice(
 
     start, end = slice_items(items, part, slices)
     for k in tl.range(start, end):
-        i, first = item_place(end - 1 - (k - start), first_row, J, POOL, BLOCK_M, BLOCK_N * CHUNKS)
-        row_ok = (i < I) & (local < ROWS)
+        i, first = item_place(
+            end - 1 - (k - start), first_row, n_cols, POOL, BLOCK_M, BLOCK_N * CHUNKS
+        )
+        row_ok = (i < n_rows) & (local < ROWS)
         if CHANNEL == "group":  # of this band of rows
             channel = channel_of(outer, i, channels, per_group, CHANNEL)
             w = load_optional(w_ptr, channel, strides[2], row_ok, CHANNEL)
             b = load_optional(b_ptr, channel, strides[3], row_ok, CHANNEL)
         x_rows = row_pointers(x_ptr, outer, i, outer_sizes, x_steps, X_DENSE, ALIGN)
         x = load_tiles(
-            x_rows, row_ok, first, J, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N, CHUNKS,
+            x_rows, row_ok, first, n_cols, col_sizes, x_steps, X_DENSE, ALIGN, EVEN, BLOCK_N,
+            CHUNKS,
             EVICT,
         )  # fmt: skip
         y_rows = row_pointers(y_ptr, outer, i, outer_sizes, y_steps, Y_DENSE, ALIGN)
         write_tiles(
-            x, y_rows, row_ok, first, J, mean, rstd, w, b, col_sizes, y_steps,
+            x, y_rows, row_ok, first, n_cols, mean, rstd, w, b, col_sizes, y_steps,
             Y_DENSE, False, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
         )  # fmt: skip
 
@@ -233,72 +260,6 @@ def apply_kernel(
         X_DENSE, Y_DENSE, POOL, SEGMENT, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS,
         EVICT, STORE_CACHE,
     )  # fmt: skip
-
-
-@triton.jit
-def announce(counters_ptr, unit):
-    """Tell the other programs that this one has written its slice of a unit's workspace."""
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
-    tl.atomic_add(counters_ptr + unit, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait_for_all(counters_ptr, unit, programs):
-    """Until all programs have announced a unit. They run at once: the launch is cooperative."""
-    arrived = tl.atomic_add(counters_ptr + unit, 0, sem="acquire", scope="gpu")
-    while arrived < programs:
-        arrived = tl.atomic_add(counters_ptr + unit, 0, sem="acquire", scope="gpu")
-    tl.debug_barrier()
-
-
-@triton.jit
-def leave(counters_ptr, units, programs):
-    """The last program to leave, when no other reads a counter any more, sets them all to 0."""
-    if tl.atomic_add(counters_ptr + units, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        lanes = tl.arange(0, 128)
-        for first in tl.range(0, units + 1, 128):
-            tl.store(counters_ptr + first + lanes, 0, mask=first + lanes <= units)
-
-
-@triton.jit
-def stream_kernel(
-    x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
-    x_steps, y_steps, outer_sizes, col_sizes, i_units, j_units, row_blocks, channels, per_group,
-    stat, strides, count, eps, momentum,
-    slices, items, sets, counters_ptr, units, GIVEN: tl.constexpr, SLICES: tl.constexpr,
-    X_DENSE: tl.constexpr, Y_DENSE: tl.constexpr, POOL: tl.constexpr, SEGMENT: tl.constexpr,
-    CHANNEL: tl.constexpr, ONE_OUTER: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_I: tl.constexpr, ALIGN_J: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
-    STORE_CACHE: tl.constexpr,
-):  # fmt: skip
-    """Grid: `slices` programs, all resident (a cooperative launch). Each takes its slice of every
-    unit in turn: the moments of unit k, then the result of unit k - 1, whose moments the others
-    have had a unit's time to write. counters [units + 1] is 0 before and after.
-    """
-    I = i_units * ALIGN_I  # noqa: E741
-    J = j_units * ALIGN_J
-    part = tl.program_id(0)
-    for unit in tl.range(0, units + 1):
-        if unit < units:
-            outer, first_row = place(unit, row_blocks, ONE_OUTER, ROWS)
-            slice_moments(
-                x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_steps, outer_sizes,
-                col_sizes, I, J, X_DENSE, POOL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS,
-                "evict_last",
-            )  # fmt: skip
-            announce(counters_ptr, unit)
-        if unit > 0:
-            wait_for_all(counters_ptr, unit - 1, slices)
-            outer, first_row = place(unit - 1, row_blocks, ONE_OUTER, ROWS)
-            apply_slice(
-                x_ptr, rm_ptr, rv_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, moment_ptr, ws_ptr,
-                outer, first_row, part, slices, items, sets, x_steps, y_steps, outer_sizes,
-                col_sizes, I, J, channels, per_group, stat, strides, count, eps, momentum, GIVEN, SLICES, X_DENSE, Y_DENSE, POOL,
-                SEGMENT, CHANNEL, EVEN, ALIGN, ROWS, BLOCK_M, BLOCK_N, CHUNKS, "evict_first",
-                STORE_CACHE,
-            )  # fmt: skip
-    leave(counters_ptr, units, slices)
 
 
 @triton.jit

@@ -26,25 +26,18 @@ def place(unit, row_blocks, ONE_OUTER: tl.constexpr, ROWS: tl.constexpr):
 def row_pointers(ptr, outer, i, outer_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr):
     """Pointer [BLOCK_M, 1] to the first col of each row."""
     base = ptr + row_offsets(outer, outer_sizes, steps[0]) * ALIGN
-    if DENSE == 0:
-        rows = base + i
-    else:
-        rows = base + i.to(tl.int64) * steps[1] * ALIGN
-    return rows
+    return base + i if DENSE == 0 else base + i.to(tl.int64) * steps[1] * ALIGN
 
 
 @triton.jit
 def col_pointers(rows, j, col_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr):
     """Pointers [BLOCK_M, BLOCK_N] to cols j of the rows."""
-    if DENSE == 1:
-        found = rows + j
-    else:
-        found = rows + row_offsets(j, col_sizes, steps[2]) * ALIGN
-    return found
+    return rows + j if DENSE == 1 else rows + row_offsets(j, col_sizes, steps[2]) * ALIGN
 
 
 @triton.jit
-def load_tiles(rows, row_ok, first, J, col_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+def load_tiles(rows, row_ok, first, n_cols, col_sizes, steps, DENSE: tl.constexpr,
+               ALIGN: tl.constexpr,
                EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
                EVICT: tl.constexpr):  # fmt: skip
     """CHUNKS neighbouring tiles from col `first` on, in their own dtype, 0 where none is."""
@@ -55,13 +48,13 @@ def load_tiles(rows, row_ok, first, J, col_sizes, steps, DENSE: tl.constexpr, AL
         if EVEN:
             tile = tl.load(ptrs, eviction_policy=EVICT)
         else:
-            tile = tl.load(ptrs, mask=row_ok & (j < J), other=0.0, eviction_policy=EVICT)
+            tile = tl.load(ptrs, mask=row_ok & (j < n_cols), other=0.0, eviction_policy=EVICT)
         tiles = tiles + (tile,)
     return tiles
 
 
 @triton.jit
-def store_tile(rows, tile, row_ok, first, J, col_sizes, steps, DENSE: tl.constexpr,
+def store_tile(rows, tile, row_ok, first, n_cols, col_sizes, steps, DENSE: tl.constexpr,
                ALIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
                STORE_CACHE: tl.constexpr):  # fmt: skip
     j = first + tl.arange(0, BLOCK_N)[None, :]
@@ -70,7 +63,7 @@ def store_tile(rows, tile, row_ok, first, J, col_sizes, steps, DENSE: tl.constex
     if EVEN:
         tl.store(ptrs, tile, cache_modifier=STORE_CACHE)
     else:
-        tl.store(ptrs, tile, mask=row_ok & (j < J), cache_modifier=STORE_CACHE)
+        tl.store(ptrs, tile, mask=row_ok & (j < n_cols), cache_modifier=STORE_CACHE)
 
 
 @triton.jit
@@ -143,9 +136,9 @@ def store_statistic(ptr, value, outer, i, row_ok, stat, per_group,
 
 
 @triton.jit
-def item_place(item, first, J, POOL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+def item_place(item, first, n_cols, POOL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     """Rows [BLOCK_M, 1] and first col of a set's tile; a pooled set has bands of rows."""
-    col_blocks = tl.cdiv(J, WIDTH)
+    col_blocks = tl.cdiv(n_cols, WIDTH)
     if POOL:
         first = item // col_blocks * BLOCK_M
         item = item % col_blocks

@@ -5,6 +5,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 #define DEVICE __device__ __forceinline__
+#define NOT_INLINED __device__ __noinline__  // a rare path, kept out of the registers of the usual one
 #define ALL_LANES 0xffffffffu
 
 DEVICE unsigned char* dynamic_shared() {

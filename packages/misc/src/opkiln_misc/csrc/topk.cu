@@ -17,7 +17,7 @@ constexpr int CHUNK = THREADS * VECTOR;
 constexpr int SAMPLE = 4096;
 constexpr int SAMPLES = SAMPLE / THREADS;  // a thread's
 constexpr int SEGMENTS = 16;               // places of the row that the sample comes from
-static_assert(CAPACITY % THREADS == 0 && SAMPLES % VECTOR == 0, "sizes");
+static_assert(CAPACITY % THREADS == 0 && ENTRIES <= 32 && SAMPLES % VECTOR == 0, "sizes");
 
 struct Collection {
     u32 keys[CAPACITY];
@@ -182,36 +182,45 @@ DEVICE void stream(Collection& c, const Row& row, float bound) {
     }
 }
 
-// Which of a thread's entries belong to the topk largest of the collection, a bit each.
-DEVICE u32 choose(const Collection& c, const u32 (&keys)[ENTRIES], int topk, u32 low, Votes& votes, u32& least) {
-    u32 reached;
-    least = search(keys, topk, 0, low, votes.largest(keys), votes, reached);
-    u32 chosen = 0;
-#pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) chosen |= static_cast<u32>(keys[e] >= least) << e;
-    if (reached == topk) return chosen;
-    // More are equal to the least than there is room for: those of the lowest positions.
-    const u32 above = least == ~0u ? 0 : votes.at_least(keys, least + 1);
-    u32 equal[ENTRIES];
-#pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) {
-        equal[e] = keys[e] == least ? ~static_cast<u32>(c.positions[e * THREADS + threadIdx.x]) : 0;
-    }
-    const u32 first = search(equal, topk - above, 0, 0x80000000u, ~0u, votes, reached);
-    chosen = 0;
-#pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) {
-        chosen |= static_cast<u32>(keys[e] > least || equal[e] >= first) << e;
-    }
-    return chosen;
-}
-
 DEVICE void load_keys(const Collection& c, u32 (&keys)[ENTRIES]) {
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
         const u32 slot = e * THREADS + threadIdx.x;
         keys[e] = slot < c.count ? c.keys[slot] : 0;
     }
+}
+
+// Which of a thread's entries of the collection are chosen, a bit each; the least chosen key.
+struct Choice { u32 mask, least; };
+
+// More keys than there is room for equal the least: of these the lowest positions.
+NOT_INLINED Choice break_ties(const Collection& c, int topk, u32 least) {
+    Votes votes = {const_cast<u32*>(c.votes), 0};
+    u32 keys[ENTRIES], reached;
+    __syncthreads();  // for the votes' slots
+    load_keys(c, keys);
+    const u32 above = least == ~0u ? 0 : votes.at_least(keys, least + 1);
+    Choice choice = {0, least};
+#pragma unroll
+    for (int e = 0; e < ENTRIES; ++e) {
+        choice.mask |= static_cast<u32>(keys[e] > least) << e;
+        keys[e] = keys[e] == least ? ~static_cast<u32>(c.positions[e * THREADS + threadIdx.x]) : 0;
+    }
+    const u32 first = search(keys, topk - above, 0, 0x80000000u, ~0u, votes, reached);
+#pragma unroll
+    for (int e = 0; e < ENTRIES; ++e) choice.mask |= static_cast<u32>(keys[e] >= first) << e;
+    return choice;
+}
+
+// The topk largest of the collection, all of which reach `low`.
+DEVICE Choice choose(const Collection& c, int topk, u32 low, Votes& votes) {
+    u32 keys[ENTRIES], reached;
+    load_keys(c, keys);
+    Choice choice = {0, search(keys, topk, 0, low, votes.largest(keys), votes, reached)};
+    if (reached != topk) return break_ties(c, topk, choice.least);
+#pragma unroll
+    for (int e = 0; e < ENTRIES; ++e) choice.mask |= static_cast<u32>(keys[e] >= choice.least) << e;
+    return choice;
 }
 
 // A slot for each lane that wants one, counted in c.slots.
@@ -225,17 +234,19 @@ DEVICE u32 take_slot(Collection& c, bool wanted) {
 
 // Keep the topk largest of the collection; returns the least key kept.
 DEVICE u32 thin(Collection& c, int topk, Votes& votes) {
-    u32 keys[ENTRIES], least;
+    u32 keys[ENTRIES];
     int positions[ENTRIES];
-    load_keys(c, keys);
-    const u32 chosen = choose(c, keys, topk, 1, votes, least);
+    const Choice choice = choose(c, topk, 1, votes);
 #pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) positions[e] = c.positions[e * THREADS + threadIdx.x];
+    for (int e = 0; e < ENTRIES; ++e) {
+        keys[e] = c.keys[e * THREADS + threadIdx.x];
+        positions[e] = c.positions[e * THREADS + threadIdx.x];
+    }
     if (threadIdx.x == 0) c.slots = 0;
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
-        const bool kept = chosen >> e & 1;
+        const bool kept = choice.mask >> e & 1;
         const u32 slot = take_slot(c, kept);
         if (kept) {
             c.keys[slot] = keys[e];
@@ -244,25 +255,26 @@ DEVICE u32 thin(Collection& c, int topk, Votes& votes) {
     }
     if (threadIdx.x == 0) c.count = topk;
     __syncthreads();
-    return least;
+    return choice.least;
 }
 
 // In order of position, without a guess: thin the collection whenever another chunk might not fit.
-DEVICE void stream_exactly(Collection& c, const Row& row, int topk, Votes& votes) {
+NOT_INLINED void stream_exactly(Collection& c, const float* scores, i64 stride, int start, int end, int topk) {
+    Votes votes = {c.votes, 0};
     u32 least = 0;  // only larger keys can still be among the topk: equal ones come too late
     __syncthreads();
     if (threadIdx.x == 0) c.count = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int base = row.start; base < row.end; base += CHUNK) {
+    for (int base = start; base < end; base += CHUNK) {
         const bool full = c.count + CHUNK > CAPACITY;
         __syncthreads();
         if (full) least = thin(c, topk, votes);
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) {
             const int position = base + e * THREADS + threadIdx.x;
-            if (position < row.end) {
-                const float score = row.at(position);
+            if (position < end) {
+                const float score = scores[position * stride];
                 if (key_of(score) > least) append(c, atomicAdd(&c.count, 1u), score, position);
             }
         }
@@ -289,18 +301,16 @@ DEVICE void sort(u32* values, int size) {
 
 // The topk largest of the collection, all of which reach `low`.
 DEVICE void write_chosen(Collection& c, int* out, int topk, u32 low, Votes& votes) {
-    u32 keys[ENTRIES], least;
-    load_keys(c, keys);
-    const u32 chosen = choose(c, keys, topk, low, votes, least);
+    const Choice choice = choose(c, topk, low, votes);
     if (threadIdx.x == 0) c.slots = 0;
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
-        const bool kept = chosen >> e & 1;
+        const bool kept = choice.mask >> e & 1;
         const u32 slot = take_slot(c, kept);
         if (kept) {
             const int position = c.positions[e * THREADS + threadIdx.x];
-            if (SORTED) c.keys[slot] = position;  // all keys are in registers by now
+            if (SORTED) c.keys[slot] = position;  // the keys are no longer read
             else out[slot] = position;
         }
     }
@@ -328,7 +338,7 @@ DEVICE void select_row(Collection& c, const Row& row, int* out, int topk, Votes&
     // NaN keys lie above every bound that a comparison can use.
     bound = min(bound, key_of(score_of(bound)));
     if (c.count < topk || c.count > CAPACITY) {
-        stream_exactly(c, row, topk, votes);
+        stream_exactly(c, row.scores, row.stride, row.start, row.end, topk);
         bound = 1;
     }
     write_chosen(c, out, topk, bound, votes);

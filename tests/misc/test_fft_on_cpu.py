@@ -1,0 +1,66 @@
+"""csrc/fft.cu itself, run on the CPU: index arithmetic, twiddles, exchanges, both steps."""
+
+import pytest
+import torch
+from misc.on_cpu import conformance, needs_compiler
+from opkiln.ops import CATALOGUE
+from opkiln.spec import Call
+from opkiln_misc import fft
+from opkiln_misc.fft import Tiling
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
+C64, C128 = torch.complex64, torch.complex128
+# RMS error relative to the RMS of the result; the CPU library's is 0.75 of ours.
+LIMIT = {C64: 2.5e-7, C128: 5e-16}
+
+
+@pytest.mark.parametrize("case", conformance("fft", C64))
+def test_conformance(case):
+    assert case.run() == ""
+
+
+def error(x: torch.Tensor, dim: int = -1, tiling: Tiling | None = None) -> float:
+    dim = dim % x.ndim
+    call = Call.of(CATALOGUE["fft"], [x], dict(n=x.shape[dim], dim=dim, norm="backward"))
+    got = fft.prepare(call, tiling)(x)
+    want = torch.fft.fft(x.to(C128), dim=dim)
+    return float((got - want).abs().square().mean().sqrt() / want.abs().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("n", [2, 4, 16, 32, 128, 512, 4096, 8192, 16384, 65536])
+def test_powers_of_two(n):
+    torch.manual_seed(0)
+    assert error(torch.randn(3, n, dtype=C64)) < LIMIT[C64]
+
+
+@pytest.mark.parametrize("n", [8, 256, 4096, 8192])
+def test_double(n):
+    torch.manual_seed(0)
+    assert error(torch.randn(2, n, dtype=C128)) < LIMIT[C128]
+
+
+@pytest.mark.parametrize("tiling", [Tiling(8), Tiling(4, 32, 1), Tiling(16, 512, 1)], ids=str)
+def test_tilings(tiling):
+    torch.manual_seed(0)
+    assert error(torch.randn(5, 4096, dtype=C64), tiling=tiling) < LIMIT[C64]
+
+
+def test_two_steps_along_the_first_dim_and_padded():
+    torch.manual_seed(0)
+    x = torch.randn(9000, 3, dtype=C64)
+    call = Call.of(CATALOGUE["fft"], [x], dict(n=16384, dim=0, norm="ortho"))
+    assert len(fft.plan_for(call)) == 2
+    got = fft.prepare(call)(x)
+    want = torch.fft.fft(x.to(C128), 16384, 0, "ortho")
+    assert float((got - want).abs().max()) < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "words"),
+    [((2, 6), 6, "powers of two"), ((2, 1), 1, "powers of two")],
+)
+def test_refused(shape, n, words):
+    x = torch.empty(shape, dtype=C64, device="meta")
+    call = Call.of(CATALOGUE["fft"], [x], dict(n=n, dim=1, norm="ortho"), real=False)
+    with pytest.raises(ValueError, match=words):
+        fft.plan_for(call)

@@ -1,0 +1,60 @@
+"""mhc_post against the spec's reference in float64; in Triton's interpreter without a GPU."""
+
+import pytest
+import torch
+from opkiln.ops import CATALOGUE
+from opkiln.spec import Call
+from opkiln_misc.mhc_post import layout, prepare
+from opkiln_misc.plugin import supports_mhc_post
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+RTOL = {F16: 2**-11, BF16: 2**-7 if DEVICE == "cpu" else 2**-8, F32: 2**-21}
+
+
+def random(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def run(layer: torch.Tensor, h: torch.Tensor, res: torch.Tensor, **options: int) -> int:
+    """Launch, compare with float64, return the alignment that the kernel was told."""
+    spec, tensors = CATALOGUE["mhc_post"], [layer, h, res]
+    call = Call.of(spec, tensors, {})
+    assert supports_mhc_post(call) is None
+    got = prepare(call, **options)(*tensors)
+    want = spec.reference(*(t.double() for t in tensors))
+    assert (got.shape, got.dtype, got.is_contiguous()) == (res.shape, res.dtype, True)
+    torch.testing.assert_close(got.double(), want, rtol=RTOL[res.dtype], atol=2**-20)
+    return layout(call)[0]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize(("n", "c", "align"), [(4, 64, 16), (1, 33, 1), (3, 24, 8), (8, 40, 8)])
+def test_sizes(dtype, n, c, align):
+    tensors = random(3, c, dtype=dtype), random(3, n), random(3, n * c, dtype=dtype)
+    assert run(*tensors) == align
+
+
+@pytest.mark.parametrize("block_c", [16, 128])
+def test_blocks(block_c):
+    run(random(2, 72), random(2, 4), random(2, 288), block_c=block_c)
+
+
+STRIDES = {
+    "padded": lambda: (random(3, 40)[:, :32], random(3, 5)[:, :4], random(3, 136)[:, :128]),
+    "transposed": lambda: (random(32, 3).t(), random(4, 3).t(), random(128, 3).t()),
+    "expanded": lambda: (random(1, 32).expand(3, 32), random(3, 4), random(1, 1).expand(3, 128)),
+    "one-strided": lambda: (random(3, 64)[:, ::2], random(3, 4), random(3, 128)),
+}
+
+
+@pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES)
+def test_strides(make):
+    run(*make())
+
+
+def test_refuses_what_it_cannot_index():
+    meta = dict(device="meta")
+    tensors = [torch.empty(s, **meta) for s in ((1, 2**29), (1, 4), (1, 2**31))]
+    refusal = supports_mhc_post(Call.of(CATALOGUE["mhc_post"], tensors, {}, real=False))
+    assert "32-bit" in refusal.reason
