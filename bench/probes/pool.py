@@ -178,7 +178,7 @@ def candidates(row: Row) -> list[Candidate]:
         found = [Tiling("plane", b, w) for b in (8, 16, 32, 64, 128) for w in (1, 2, 4, 8)]
         found = [t for t in found if t.block >= t.num_warps]
     elif first.variant == "strip":
-        found = [Tiling("strip", b, w) for b in (1, 2, 4, 8) for w in (1, 2, 4, 8)]
+        found = [Tiling("strip", 1, w) for w in (1, 2, 4, 8)]
     else:
         shapes = ((128, 4), (256, 4), (256, 8), (64, 2), (512, 8), (1024, 8))
         hints = (("", ""), ("evict_first", ""), ("", ".cs"))

@@ -25,9 +25,9 @@ KEYED_ELEMENTS = 2**16  # of a plane of 16-bit values, whose position fits besid
 class Tiling:
     """What the tuning table sets.
 
-    variant: "patch", "taps", "plane" or "strip", the kernel. block: items a program. v: outputs of
-    a row a thread (patch). static: sizes and strides compiled in (patch, taps). evict, cache:
-    hints.
+    variant: "patch", "taps", "plane" or "strip", the kernel. block: items a program (of a strip
+    always 1, a row of outputs). v: outputs of a row a thread (patch). static: sizes and strides
+    compiled in (patch, taps). evict, cache: hints.
     """
 
     variant: str
@@ -257,10 +257,9 @@ def strip(g: Geometry, t: Tiling, f32: bool) -> Launch:
         "ALIGN": align,
         "REDUCE": g.reduce,
         "WIDE": g.wide,
-        "BLOCK_H": t.block,
         "BLOCK_R": rows,
         "BLOCK_W": columns,
         "BLOCK_OW": outs,
     }
     steps = (g.strides[0] // align, g.strides[1] // align, g.strides[3] // align)
-    return g.planes * -(-g.outs[1] // t.block), (g.channels, *steps), constexprs
+    return g.planes * g.outs[1], (g.channels, *steps), constexprs

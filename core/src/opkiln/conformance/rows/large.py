@@ -57,7 +57,7 @@ MANY: dict[str, tuple[Row, ...]] = {
         row(
             "many_channels",
             ONE,
-            input=t(3, MANY_AXIS, 2),
+            input=t(8, MANY_AXIS, 2),  # 16 values a channel: no variance near zero
             **statistics(MANY_AXIS),
             **affine(MANY_AXIS),
             training=True,
