@@ -87,7 +87,7 @@ def test_the_demo_module_is_shown_as_it_is() -> None:
 def test_readme_commands_set_up_everything() -> None:
     setup = "python3 -m venv .venv && .venv/bin/python -m pip install -r requirements-dev.txt && "
     assert readme_command("bench") == f"{setup}.venv/bin/opkiln-bench"
-    assert readme_command("tests") == f"{setup}.venv/bin/python -m pytest -n 2"
+    assert readme_command("tests") == f"{setup}.venv/bin/python -m pytest -n 2 --dist worksteal"
     lines = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
     members = [line.removeprefix("-e ") for line in lines if line.startswith("-e ")]
     projects = [*ROOT.glob("core/pyproject.toml"), *ROOT.glob("packages/*/pyproject.toml")]
@@ -118,7 +118,7 @@ def test_ci_runs_the_readme_command(tmp_path: Path) -> None:
     assert steps == [
         "python3 -m venv .venv",
         "python -m pip install -r requirements-dev.txt",
-        "python -m pytest -n 2",
+        "python -m pytest -n 2 --dist worksteal",
         "ruff check .",
         "ruff format --check .",
         "mypy ",

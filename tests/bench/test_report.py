@@ -75,3 +75,16 @@ def test_runs_of_two_commits_are_not_held_against_each_other(
     make_run("later", [make_row("a")], date="2026-11-30T12:00:00Z", commit="def")
     page = report(first, tmp_path / "later", into=tmp_path / "out")["method.md"].decode()
     assert "agree within" not in page
+
+
+def test_the_summary_goes_between_the_markers_of_a_readme(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# top\n<!-- table:begin -->\nold\n<!-- table:end -->\nbottom\n")
+    arguments = ["report", str(first), "--into", str(tmp_path / "out"), "--readme", str(readme)]
+    assert commands.main(arguments) == 0
+    page = readme.read_text()
+    assert page.startswith("# top\n<!-- table:begin -->\n| op | rows |")
+    assert page.endswith("<!-- table:end -->\nbottom\n") and "old" not in page
+    assert "| RMSNormFwd | 2 |" in page and "2026-11-30, abc" in page

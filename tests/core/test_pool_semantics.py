@@ -167,7 +167,7 @@ def test_the_saved_offset_is_wide_enough(taps):
 # pytorch/pytorch#13386
 def test_lengths_beyond_float32():
     x = torch.arange(2**24 + 3).remainder(251).float().view(1, 1, -1)
-    got = F.max_pool1d(x, 3, 2, 1)
+    got = F.max_pool1d(x, 3, 2, 1, backend="torch")  # the interpreter would take an hour
     assert got.shape[-1] == 2**23 + 2
     assert got[0, 0, -1] == x[0, 0, -2:].max()
 

@@ -12,10 +12,14 @@ from opkiln_bench.records import RecordError
 
 
 def report(arguments: argparse.Namespace) -> int:
-    from opkiln_bench.report import publish_into
+    from opkiln_bench.report import publish_into, put_summary
 
-    for path in publish_into([Path(r) for r in arguments.runs], Path(arguments.into)):
+    into = Path(arguments.into)
+    for path in publish_into([Path(r) for r in arguments.runs], into):
         print(path)
+    if arguments.readme:
+        put_summary(into, Path(arguments.readme))
+        print(arguments.readme)
     return 0
 
 
@@ -103,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
     p = sub.add_parser("report", help="pages, index.html and rows.csv from one or more runs")
     p.add_argument("runs", nargs="+", metavar="RUN", help="a record folder, such as runs/first")
     p.add_argument("--into", default="report", help="folder for them and the records")
+    p.add_argument("--readme", help="a Markdown file between whose table markers a summary goes")
     p = sub.add_parser("compare", help="which rows of B became slower or faster than in A")
     p.add_argument("before", metavar="A")
     p.add_argument("after", metavar="B")

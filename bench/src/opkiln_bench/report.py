@@ -19,6 +19,7 @@ from opkiln_bench.limits import limits_of
 from opkiln_bench.pages import write_pages
 from opkiln_bench.records import RECORDS, Key, Run, read_runs, record_path
 from opkiln_bench.rows_csv import update_csv
+from opkiln_bench.summary import into_readme, summary
 
 
 def ordered(runs: Sequence[Run], order: Sequence[Key]) -> list[Result]:
@@ -64,3 +65,17 @@ def publish_into(folders: Sequence[Path], into: Path) -> list[Path]:
             kept.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(record_path(run.path), kept)
     return publish([into], into, into / "rows.csv")
+
+
+def put_summary(into: Path, readme: Path) -> None:
+    """A table of the published records, a line an op, between the markers of `readme`."""
+    runs = sorted(read_runs(into), key=lambda r: r.header["date"])
+    headers = [r.header for r in runs]
+    gpus = ", ".join(sorted({h["environment"]["device"] for h in headers}))
+    table = summary(
+        ordered(runs, [row.key for row in load_rows()]),
+        gpus,
+        [h["commit"] for h in headers],
+        [h["date"] for h in headers],
+    )
+    into_readme(readme, table)
