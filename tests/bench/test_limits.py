@@ -60,9 +60,14 @@ def test_bound(cost: tuple[int, int, int], peak: str, dtype: str, bound: str) ->
 
 
 def test_arithmetic_uses_the_rate_of_the_unit() -> None:
-    assert LIMITS.arithmetic_us(79 * 10**10, "tensor", "f16") == pytest.approx(1000.0)
-    assert LIMITS.arithmetic_us(6 * 10**10, "tensor", "f32") == pytest.approx(1000.0)
-    assert LIMITS.arithmetic_us(3 * 10**10, "vector", "c128") == pytest.approx(1000.0)
+    rates = LIMITS.peaks_tflops
+    for peak, dtype, rate in (
+        ("tensor", "f16", rates["tensor_f16"]),
+        ("tensor", "f32", rates["vector_f32"]),
+        ("vector", "c128", rates["vector_f64"]),
+    ):
+        assert LIMITS.arithmetic_us(10**12, peak, dtype) == pytest.approx(1e6 / rate)
+    assert len(set(rates.values())) == len(rates) == 3
 
 
 def test_an_unknown_gpu_has_no_limits() -> None:
