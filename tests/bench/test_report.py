@@ -88,3 +88,16 @@ def test_the_summary_goes_between_the_markers_of_a_readme(
     assert page.startswith("# top\n<!-- table:begin -->\n| op | rows |")
     assert page.endswith("<!-- table:end -->\nbottom\n") and "old" not in page
     assert "| RMSNormFwd | 2 |" in page and "2026-11-30, abc" in page
+
+
+def test_the_summary_names_who_was_timed(make_row: Make, make_run: Make, tmp_path: Path) -> None:
+    rows = [
+        make_row("a", times_us={"opkiln": 5.0, "torch": 9.0, "quack": 8.0}),
+        make_row("b", times_us={"opkiln": 5.0, "torch": 9.0}),
+    ]
+    make_run("some", rows, date="2026-11-30T10:00:00Z")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table:begin -->\n<!-- table:end -->\n")
+    arguments = ["report", str(tmp_path / "some"), "--into", str(tmp_path / "out")]
+    assert commands.main([*arguments, "--readme", str(readme)]) == 0
+    assert "| torch, quack (1 of 2) |" in readme.read_text()

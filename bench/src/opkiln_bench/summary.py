@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,8 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
     for row in rows:
         by_op.setdefault(row.record["op"], []).append(row)
     lines = [
-        "| op | rows | ahead | level | behind | geometric mean |",
-        "|---|---|---|---|---|---|",
+        "| op | rows | ahead | level | behind | geometric mean | against |",
+        "|---|---|---|---|---|---|---|",
     ]
     without = []
     for op, found in sorted(by_op.items()):
@@ -28,7 +29,7 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
             continue
         counts = [sum(r.verdict == v for r in ratios) for v in ("ahead", "level", "behind")]
         mean = math.exp(sum(math.log(r.value) for r in ratios) / len(ratios))
-        cells = [op, str(len(ratios)), *map(str, counts), f"{mean:.2f}×"]
+        cells = [op, str(len(ratios)), *map(str, counts), f"{mean:.2f}×", against(found)]
         lines.append(f"| {' | '.join(cells)} |")
     dirty = {c: "-dirty" if c.endswith("-dirty") else "" for c in commits}
     short = ", ".join(sorted({c[:12] + mark for c, mark in dirty.items()}))
@@ -37,6 +38,18 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
     if without:
         lines.append(f"No kernel of ours yet: {', '.join(without)}.")
     return "\n".join(lines)
+
+
+def against(rows: Sequence[Result]) -> str:
+    """The other implementations that were timed, the most often timed first; `n of m` where some
+    rows lack one: a verdict says nothing about who was not there.
+    """
+    timed = Counter(a.backend for row in rows if row.ratio for a in row.alternatives)
+    all_rows = sum(row.ratio is not None for row in rows)
+    return ", ".join(
+        name if count == all_rows else f"{name} ({count} of {all_rows})"
+        for name, count in sorted(timed.items(), key=lambda item: (-item[1], item[0]))
+    )
 
 
 def into_readme(readme: Path, text: str) -> None:
