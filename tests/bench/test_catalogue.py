@@ -59,6 +59,10 @@ def test_suites_are_the_pages() -> None:
     smoke = in_suite(ROWS, max_row_mbytes=4.0, rows_per_op=1)
     assert len({r.op for r in smoke}) == len(smoke)
     assert all(r.input_bytes <= 4e6 for r in smoke)
+    train = in_suite(ROWS, args={"training": True})
+    assert {r.name for r in train} == {"batch_norm", "batch_norm_backward"}
+    assert all(r.args["training"] is True for r in train)
+    assert len(train) == 15
 
 
 def test_shards_split_the_rows_and_keep_ops_whole() -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from opkiln_bench.catalogue import load_rows
-from opkiln_bench.warm import COMPILED, LARGE_BYTES, LARGE_PROCESSES, Task, shares, tasks_of
+from opkiln_bench.warm import (
+    COMPILED,
+    LARGE_BYTES,
+    LARGE_PROCESSES,
+    Task,
+    builds,
+    shares,
+    tasks_of,
+)
 
 ROWS = load_rows(["opkiln_bench.conf"])
 TASKS: list[Task] = [(row, backend) for row in ROWS for backend in COMPILED]
@@ -36,9 +44,8 @@ def test_a_row_makes_its_inputs_once() -> None:
 
 def test_builds_are_apart_by_family() -> None:
     first = {r.family: r for r in ROWS}
-    builds = [(first[f], "flashinfer") for f in ("normalization", "top-k")]
-    parts = shares([*builds, *TASKS], 8)
-    assert parts[8:] == [[builds[0]], [builds[1]]]
+    asked = [(first[f], "flashinfer") for f in ("normalization", "top-k")]
+    assert builds([*asked, *TASKS]) == [[asked[0]], [asked[1]]]
 
 
 def test_few_rows_take_few_processes() -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -184,12 +185,14 @@ def in_suite(
     page: str | None = None,
     max_row_mbytes: float | None = None,
     rows_per_op: int | None = None,
+    args: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Row]:
-    """The rows of a suite, in catalogue order."""
+    """The rows of a suite, in catalogue order. args: values that a row's call must pass."""
     chosen = [
         r
         for r in rows
         if (page is None or page in r.pages)
+        and args.items() <= {k: v for k, v in r.args.items() if k in args}.items()
         and (max_row_mbytes is None or r.input_bytes <= max_row_mbytes * 1e6)
     ]
     if rows_per_op is None:

@@ -18,6 +18,7 @@ from opkiln_bench.catalogue import TORCH_NAMES
 from opkiln_bench.compare import Agreement
 from opkiln_bench.peers import unmeasured
 from opkiln_bench.records import Run
+from opkiln_bench.tuning import MEASURE_MS
 
 FAMILIES = {
     "normalization": "Normalization",
@@ -159,7 +160,12 @@ def write_pages(
     titles = {r.record["timer"]["title"] for r in rows}
     shared = {"title_note": " · ".join(sorted(titles)), "wall": "CPU wall clock" in titles}
     pages: dict[str, dict[str, Any]] = {
-        "method.md": {"runs": runs, "agreements": agreements, "unmeasured": unmeasured()}
+        "method.md": {
+            "runs": runs,
+            "agreements": agreements,
+            "unmeasured": unmeasured(),
+            "tuning_ms": MEASURE_MS,
+        }
     }
     for family, ops in by_family(rows).items():
         heading = FAMILIES.get(family, family)

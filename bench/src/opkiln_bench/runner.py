@@ -205,7 +205,7 @@ def choose_rows(cfg: Bench, kind: str) -> list[Row]:
         )
     rows = [r for r in load_rows() if r.name in CATALOGUE]
     rows = select(rows, cfg.op, cfg.workload, cfg.dtype)
-    rows = in_suite(rows, suite.page, suite.max_row_mbytes, suite.rows_per_op)
+    rows = in_suite(rows, suite.page, suite.max_row_mbytes, suite.rows_per_op, suite.args)
     if not rows:
         raise CatalogueError(f"suite {suite.name} has no row that op, workload and dtype match")
     return in_shard(rows, cfg.shard)

@@ -16,6 +16,7 @@ class Suite:
     page: str | None = None  # "norm" or "all": only rows of that page
     max_row_mbytes: float | None = None  # bytes that a row's call reads and writes
     rows_per_op: int | None = None  # the smallest ones
+    args: dict[str, Any] = field(default_factory=dict)  # only rows that pass these values
 
 
 @dataclass

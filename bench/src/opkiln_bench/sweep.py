@@ -32,6 +32,7 @@ from opkiln_bench.contestants import (
 from opkiln_bench.environment import ClockSampler, device_name
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.timing import MeasureError, Timer
+from opkiln_bench.tuning import measure_briefly
 
 Entry = dict[str, Any]
 
@@ -68,6 +69,8 @@ class Sweep:
         self.backends = backends
         self.commit = commit
         self.clocks = ClockSampler(device)
+        if device.type == "cuda":
+            measure_briefly()
         self.seconds: Counter[str] = Counter()
 
     @contextmanager
