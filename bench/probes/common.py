@@ -4,12 +4,13 @@ import argparse
 import concurrent.futures
 import datetime
 import json
+import math
 import multiprocessing
 import os
 import pathlib
-import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 FLUSH_BYTES = 2 * 60 * 2**20  # twice the L2 of an H200
 ITERATIONS = 25
-FLUSH = re.compile(r"Memset|FillFunctor")
+
+sys.path.insert(0, str(ROOT / "bench/src"))
+
+from opkiln_bench.timing import MeasureError  # noqa: E402
+from opkiln_bench.timing.cupti import ATTEMPTS, MARKER, mark, recorded  # noqa: E402
+from opkiln_bench.timing.intervals import Activity, Span, attribute  # noqa: E402
 
 
 def flush_buffer() -> torch.Tensor:
@@ -27,29 +33,34 @@ def flush_buffer() -> torch.Tensor:
     return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
-def kernel_times_us(calls: list[Callable[[], Any]], flush: torch.Tensor) -> list[list[float]]:
-    """Device time of each call, ITERATIONS times: the kernels between two flushes, summed."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for call in calls:
-            for _ in range(ITERATIONS):
+def kernel_times_us(
+    calls: list[Callable[[], Any]], flush: torch.Tensor, iterations: int = ITERATIONS
+) -> list[list[float]]:
+    """Device time of each call, `iterations` times, as the bench times it: between two markers.
+
+    Rounds over all calls, every second one reversed, so that drift hits all alike. A call that
+    cannot be timed (nothing launched, work on another stream) takes infinitely long.
+    """
+    rounds = [list(range(len(calls)))[:: -1 if r % 2 else 1] for r in range(iterations)]
+    order = [index for indices in rounds for index in indices]
+    for attempt in range(ATTEMPTS):
+        activities: list[Activity] = []
+        with recorded(activities):
+            for index in order:
                 flush.zero_()
-                call()
-        torch.cuda.synchronize()
-    events = [
-        (e.start_ns(), e.duration_ns(), e.name())
-        for e in profile.profiler.kineto_results.events()
-        if e.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-    spans: list[float] = []
-    for _, duration, name in sorted(events):
-        if FLUSH.search(name):
-            spans.append(0.0)
-        elif spans:
-            spans[-1] += duration / 1e3
-    if len(spans) != len(calls) * ITERATIONS:
-        raise RuntimeError(f"{len(spans)} flushes seen, {len(calls) * ITERATIONS} made")
-    return [spans[i : i + ITERATIONS] for i in range(0, len(spans), ITERATIONS)]
+                mark()
+                calls[index]()
+                mark()
+        try:
+            spans = attribute(activities, MARKER, len(order))
+            break
+        except MeasureError:  # dropped records
+            if attempt == ATTEMPTS - 1:
+                raise
+    times: list[list[float]] = [[] for _ in calls]
+    for index, span in zip(order, spans, strict=True):
+        times[index].append(span.busy_ns / 1e3 if isinstance(span, Span) else math.inf)
+    return times
 
 
 def warm_all(warm: Callable[[Any], dict[str, Any]], tasks: Sequence[Any]) -> dict[Any, Any]:
@@ -118,10 +129,12 @@ def measure(
     others: dict[str, Callable[[], Any]],
     fault: Callable[[Any], str],
     flush: torch.Tensor,
+    iterations: int = ITERATIONS,
 ) -> dict[str, Any]:
     """Every candidate, built by its entry of `runs`, and every other implementation, timed.
 
-    A candidate whose output has a fault is recorded and not timed.
+    A candidate whose output has a fault is recorded and not timed; nor is another implementation
+    that does not run.
     """
     records: list[dict[str, Any]] = []
     calls: list[Callable[[], Any]] = []
@@ -137,18 +150,40 @@ def measure(
         if record["status"] == "ok":
             calls.append(call)
     torch.use_deterministic_algorithms(False)
-    for call in others.values():
-        call()
-    times = kernel_times_us([*calls, *others.values()], flush)
+    baselines: dict[str, Callable[[], Any]] = {}
+    for name, call in others.items():
+        try:
+            call()
+        except Exception as error:
+            print(f"{name} does not run: {type(error).__name__}: {error}"[:300], flush=True)
+        else:
+            baselines[name] = call
+    times = kernel_times_us([*calls, *baselines.values()], flush, iterations)
     timed = [r for r in records if r["status"] == "ok"]
     for record, samples in zip(timed, times[: len(calls)], strict=True):
         record |= {"us": statistics.median(samples), "low_us": min(samples)}
     medians = map(statistics.median, times[len(calls) :])
-    return {"candidates": records, "baselines": dict(zip(others, medians, strict=True))}
+    return {"candidates": records, "baselines": dict(zip(baselines, medians, strict=True))}
+
+
+def line(r: dict[str, Any]) -> str:
+    """What the table says about a row."""
+    name = f"{r['op']:24s} {r['label']:28s} {r['dtype']:4s}"
+    timed = sorted((c for c in r["candidates"] if "us" in c), key=lambda c: c["us"])
+    failed = len(r["candidates"]) - len(timed)
+    if not timed:
+        return f"{name} no candidate ran: {r['candidates'][0]['status'] if failed else 'none'}"
+    best, bar, page = timed[0], r["bar"], r["page"]
+    others = " ".join(f"{k} {v:.2f}" for k, v in r["baselines"].items())
+    return (
+        f"{name} {best['us']:8.2f} bar {bar:8.2f} page {page:8.2f} "
+        f"ratio {min(bar, page) / best['us']:.2f} | {best['name']} | {others}"
+        + (f" | {failed} failed" if failed else "")
+    )
 
 
 class Results:
-    """What a probe found, written after every row."""
+    """What a probe found, written and printed after every row."""
 
     def __init__(self, path: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,18 +194,11 @@ class Results:
     def add(self, row: dict[str, Any], found: dict[str, Any]) -> None:
         self.rows.append(row | found)
         write_json(self.path, self.data)
+        print(line(self.rows[-1]), flush=True)
 
     def show(self) -> None:
-        """One line a row."""
-        for r in self.rows:
-            name = f"{r['op']:24s} {r['label']:28s} {r['dtype']:4s}"
-            timed = sorted((c for c in r["candidates"] if "us" in c), key=lambda c: c["us"])
-            if not timed:
-                print(f"{name} no candidate ran: {r['candidates'][0]['status']}")
-                continue
-            best, bar, page = timed[0], r["bar"], r["page"]
-            others = " ".join(f"{k} {v:.2f}" for k, v in r["baselines"].items())
-            print(
-                f"{name} {best['us']:8.2f} bar {bar:8.2f} page {page:8.2f} "
-                f"ratio {min(bar, page) / best['us']:.2f} | {best['name']} | {others}"
-            )
+        """The failures, one line each, last."""
+        failed = [(r, c) for r in self.rows for c in r["candidates"] if "us" not in c]
+        for r, c in failed[:20]:
+            print(f"{r['op']} {r['label']} {r['dtype']} {c['name']}: {c['status'][-160:]!r}")
+        print(f"{len(self.rows)} rows, {len(failed)} candidates failed, {self.path}")

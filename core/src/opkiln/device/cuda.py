@@ -207,11 +207,12 @@ class Kernel:
             is_cooperative=cooperative,
             **options,
         )
-        handle, send = self.handle, core.launch
+        handle, send, index = self.handle, core.launch, self.device.index
 
         def launch(*args: Any) -> None:
             values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-            send(CurrentStream(), config, handle, *values)
+            stream = stream_of(index, torch.cuda.current_stream().cuda_stream)
+            send(stream, config, handle, *values)
 
         return launch
 
@@ -225,11 +226,13 @@ class Kernel:
             raise BackendError(f"{self.device} does not allow {attribute} = {value}: {status}")
 
 
-class CurrentStream:
-    """torch's current stream, in the protocol that cuda-core takes streams by."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
+@functools.lru_cache(maxsize=256)
+def stream_of(index: int, handle: int) -> Any:
+    """A stream of torch's on GPU `index`, as cuda-core takes it. It owns nothing: a handle that
+    torch gives to another stream later still names the stream to launch on.
+    """
+    core: Any = importlib.import_module("cuda.core")
+    return core.Stream.from_handle(handle)
 
 
 _loaded: dict[Any, Kernel] = {}
