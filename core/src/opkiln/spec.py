@@ -14,83 +14,45 @@ from typing import Any
 import torch
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 
+from opkiln.check import check_call
 from opkiln.errors import ArgumentError
+from opkiln.meta import (
+    COMPLEX,
+    FLOAT,
+    INDEX,
+    SAME,
+    WIDE,
+    Shape,
+    TensorMeta,
+    dtype_name,
+    is_channels_last,
+    wide_dtype,
+)
 from opkiln.policy import DEFAULT, Policy
 
-FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-WIDE = (torch.float32, torch.float64)
-COMPLEX = (torch.complex64, torch.complex128)
-INDEX = (torch.int32, torch.int64)
-SAME = ()  # a tensor with no list of its own has the first tensor's dtype
-
-Shape = tuple[int, ...]
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that statistics and sums of `dtype` values are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """A tensor without its data. `aligned`: the first element lies on a 16-byte boundary."""
-
-    shape: Shape
-    dtype: torch.dtype
-    stride: Shape
-    device: torch.device
-    aligned: bool = True
-    channels_last: bool = False
-
-    @staticmethod
-    def of(t: torch.Tensor, real: bool = True) -> TensorMeta:
-        """`real=False` for fake tensors, which have no address."""
-        aligned = not real or t.data_ptr() % 16 == 0
-        return TensorMeta(
-            tuple(t.shape), t.dtype, t.stride(), t.device, aligned, is_channels_last(t)
-        )
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_contiguous(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1:
-                if stride != expected:
-                    return self.numel == 0
-                expected *= size
-        return True
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
-def is_channels_last(t: torch.Tensor) -> bool:
-    """True for a 4-D or 5-D tensor that is channels_last and not also contiguous."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return (
-        t.ndim in formats
-        and not t.is_contiguous()
-        and t.is_contiguous(memory_format=formats[t.ndim])
-    )
+__all__ = [
+    "COMPLEX",
+    "FLOAT",
+    "INDEX",
+    "SAME",
+    "WIDE",
+    "Backward",
+    "Call",
+    "Cost",
+    "DataSize",
+    "OpSpec",
+    "OutputSpec",
+    "ParamSpec",
+    "Shape",
+    "TensorMeta",
+    "TensorSpec",
+    "dtype_name",
+    "is_channels_last",
+    "like",
+    "no_mutation",
+    "unit_reduction",
+    "wide_dtype",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,56 +274,3 @@ class Call:
 def like(name: str, keep_channels_last: bool = False) -> Callable[[Call], TensorMeta]:
     """Output rule: shape and dtype of input `name`, contiguous or channels_last as the input is."""
     return lambda call: call.like(name, keep_channels_last)
-
-
-def check_call(call: Call) -> None:
-    """Dtypes, devices and named dims of every tensor, then the op's own rules."""
-    spec = call.spec
-    env: dict[str, Any] = {}
-    for p in spec.params:
-        value = getattr(call.params, p.name)
-        env[p.name] = tuple(value) if isinstance(value, list | tuple) else value
-    lead: torch.dtype | None = None
-    for t in spec.tensors:
-        meta: TensorMeta | None = getattr(call.tensors, t.name)
-        if meta is None:
-            continue
-        allowed = t.dtypes or (lead,)
-        if meta.dtype not in allowed:
-            names = ", ".join(dtype_name(d) for d in allowed if d is not None)
-            raise ArgumentError(
-                f"{spec.name}: {t.name} has dtype {dtype_name(meta.dtype)}, allowed: {names}"
-            )
-        lead = lead or meta.dtype
-        if meta.device != call.device:
-            raise ArgumentError(
-                f"{spec.name}: {t.name} is on {meta.device}, the other tensors on {call.device}"
-            )
-        match_dims(spec.name, t, meta.shape, env)
-    if spec.check is not None:
-        spec.check(call)
-
-
-def match_dims(op: str, t: TensorSpec, shape: Shape, env: dict[str, Any]) -> None:
-    """Match a shape against its dims pattern; names already in `env` must agree, new ones bind."""
-    tokens = t.dims.split()
-    sizes = [len(env[k[1:]]) if k[0] == "*" and k[1:] in env else 1 for k in tokens]
-    free = [i for i, k in enumerate(tokens) if k[0] == "*" and k[1:] not in env]
-    for i in free:
-        sizes[i] = max(len(shape) - sum(s for j, s in enumerate(sizes) if j != i), 0)
-    expected: list[Any] = []
-    start = 0
-    for token, count in zip(tokens, sizes, strict=True):
-        part = shape[start : start + count]
-        start += count
-        if token[0] == "*":
-            expected.extend(env.setdefault(token[1:], part))
-        elif part:
-            expected.append(int(token) if token.isdigit() else env.setdefault(token, part[0]))
-        else:
-            expected.append(token)
-    if len(shape) != len(expected) or any(a != b for a, b in zip(shape, expected, strict=True)):
-        raise ArgumentError(
-            f"{op}: {t.name} has shape {list(shape)}, expected [{t.dims.replace(' ', ', ')}]"
-            f" = {list(expected)}"
-        )
