@@ -1,18 +1,23 @@
 """Measure every candidate tiling of the row norm kernels on the rows of the benchmark pages.
 
     python bench/probes/row_norm.py --out DIR [--only NAME,...] [--dtypes bf16,...] [--no-compile]
+    python bench/probes/row_norm.py --out DIR --behind
     python bench/probes/row_norm.py --write-tuning DIR/row_norm.json ...
 
-The first writes DIR/row_norm.json and prints one line a row; the second turns such files, together,
-into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by CUPTI (torch.profiler), L2
-flushed before each call, median; a candidate whose output is wrong is recorded and never timed.
+The first writes DIR/row_norm.json and prints one line a row; the second does so for the rows of
+BEHIND with fewer candidates, and then checks what row_checks.py says; the third puts what such
+files say of their rows into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by CUPTI
+(torch.profiler), L2 flushed before each call, median; a candidate whose output is wrong is recorded
+and never timed. CUDA candidates run in a process of their own first: one that hangs is left out.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,150 +25,24 @@ from typing import Any
 
 import common
 import torch
-from common import DTYPES
 
 sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/norm/src")]
 
+import row_checks  # noqa: E402
 from opkiln.device import cuda  # noqa: E402
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_norm import row_cluster, row_plan  # noqa: E402
 from opkiln_norm.row_cluster import ClusterTiling  # noqa: E402
 from opkiln_norm.row_plan import Tiling, plan_for  # noqa: E402
-from row_tilings import AnyTiling, candidates  # noqa: E402
+from row_pages import BEHIND, Row, read_rows  # noqa: E402
+from row_table import line, write_tuning  # noqa: E402
+from row_tilings import AnyTiling, candidates, focused  # noqa: E402
 
-TUNING = common.ROOT / "packages/norm/src/opkiln_norm/tuning/sm90.json"
 TOLERANCE = {"bf16": 2**-7, "f16": 2**-10, "f32": 2**-19}
 COMPILE_UNTIL_S = 150  # rows measured after so long get no torch.compile baseline
-CLUSTER_GAIN = 1.01  # less is not worth a second kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A row of the pages. affine: 1 is a weight, 2 a bias too; bar, page: us to be beaten."""
-
-    op: str
-    label: str
-    dtype: str
-    rows: int
-    n: int
-    affine: int
-    bar: float
-    page: float
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def warp(self) -> int:
-        """Columns that a warp loads at once."""
-        return 512 // self.itemsize
-
-    @property
-    def adds(self) -> bool:
-        return self.op.startswith("fused_add")
-
-    @property
-    def params(self) -> dict[str, Any]:
-        if self.op.startswith("ada"):
-            return {"eps": 1e-5, "scale_offset": 0.0}
-        return {"normalized_shape": (self.n,), "eps": 1e-5 if "layer" in self.op else 1e-6}
-
-    def tensors(self, device: str) -> list[Any]:
-        make = {"dtype": DTYPES[self.dtype], "device": device}
-        whole = {"ada_layer_norm": 3, "ada_layer_norm_zero": 4}.get(self.op, 1 + self.adds)
-        found: list[Any] = [torch.randn(self.rows, self.n, **make) for _ in range(whole)]
-        found += [torch.randn(self.n, **make) for _ in range(self.affine)]
-        return found + [None] * (len(CATALOGUE[self.op].tensors) - len(found))
-
-
-# op, label, dtype, rows, N, affine tensors, fastest alternative here, best of the pages (us)
-ROWS = """
-layer_norm llama-405b-decode       bf16     1  16384 2    4.448    3.94
-layer_norm llama-405b-prefill      bf16  2048  16384 2   42.528      46
-layer_norm llama-405b-prefill      f16   2048  16384 2   40.912    45.2
-layer_norm llama-70b-decode        bf16     1   8192 2    3.104    3.01
-layer_norm llama-70b-prefill       bf16  2048   8192 2   23.487    25.1
-layer_norm llama-70b-prefill       f16   2048   8192 2   22.688    23.5
-layer_norm llama-8b-decode         bf16     1   4096 2    2.513    2.35
-layer_norm llama-8b-prefill        bf16  2048   4096 2   13.056    12.6
-layer_norm llama-8b-prefill        f16   2048   4096 2    12.32    12.5
-layer_norm llama-13b-prefill       f32   2048   5120 1   25.375      24
-layer_norm dit-xl-2                bf16  1024   1152 0    4.608     3.1
-rms_norm   llama-405b-decode       bf16     1  16384 1    2.976    2.94
-rms_norm   llama-405b-prefill      bf16  2048  16384 1   35.744    36.9
-rms_norm   llama-405b-prefill      f16   2048  16384 1   35.184    36.5
-rms_norm   llama-70b-decode        bf16     1   8192 1      2.4    2.21
-rms_norm   llama-70b-prefill       bf16  2048   8192 1   18.176      19
-rms_norm   llama-70b-prefill       f16   2048   8192 1   18.111      19
-rms_norm   llama-8b-decode         bf16     1   4096 1    1.744    1.92
-rms_norm   llama-8b-prefill        bf16  2048   4096 1    10.96    10.8
-rms_norm   llama-8b-prefill        f16   2048   4096 1    10.96    10.8
-rms_norm   llama-13b-prefill       bf16  2048   5120 1   13.408    13.2
-rms_norm   quack-throughput-256    f16  32768    256 1      9.6    9.82
-rms_norm   quack-throughput-256    bf16 32768    256 1      9.6    9.82
-rms_norm   quack-throughput-512    f16  32768    512 1   17.664    17.8
-rms_norm   quack-throughput-512    bf16 32768    512 1   17.664    17.8
-rms_norm   quack-throughput-1024   f16  32768   1024 1   33.728    33.9
-rms_norm   quack-throughput-1024   bf16 32768   1024 1   33.728      34
-rms_norm   quack-throughput-2048   f16  32768   2048 1   67.008    65.5
-rms_norm   quack-throughput-2048   bf16 32768   2048 1   67.008    65.2
-rms_norm   quack-throughput-4096   f16  32768   4096 1  131.505     132
-rms_norm   quack-throughput-4096   bf16 32768   4096 1  131.505   132.1
-rms_norm   quack-throughput-8192   f16  32768   8192 1  249.392   250.4
-rms_norm   quack-throughput-8192   bf16 32768   8192 1  249.392   249.6
-rms_norm   quack-throughput-16384  f16  32768  16384 1  513.281   514.1
-rms_norm   quack-throughput-16384  bf16 32768  16384 1  513.281   512.9
-rms_norm   quack-throughput-32768  f16  32768  32768 1 1013.665   994.8
-rms_norm   quack-throughput-32768  bf16 32768  32768 1 1013.665   998.2
-rms_norm   quack-throughput-65536  f16  32768  65536 1 2045.924    2100
-rms_norm   quack-throughput-65536  bf16 32768  65536 1 2045.924    2171
-rms_norm   quack-throughput-131072 f16  16384 131072 1 2089.524    2038
-rms_norm   quack-throughput-131072 bf16 16384 131072 1 2089.524    2050
-rms_norm   quack-throughput-262144 f16   8192 262144 1 2214.627    2166
-rms_norm   quack-throughput-262144 bf16  8192 262144 1 2214.627    2195
-rms_norm   qwen3-8b-qk-norm-decode bf16    32    128 1     1.36    1.44
-rms_norm   qk-norm-head            bf16  8192    128 0    2.752    2.85
-ada_layer_norm       dit-xl-2               bf16  1024   1152 0    4.832    5.31
-ada_layer_norm       dit-xl-2               f16   1024   1152 0      4.8    5.22
-ada_layer_norm       llama-8b-decode        bf16     1   4096 0    2.048    2.66
-ada_layer_norm       llama-8b-prefill       bf16  2048   4096 0   19.072    19.7
-ada_layer_norm       llama-8b-prefill       f16   2048   4096 0   19.424    19.7
-ada_layer_norm       dit-xl-2               f32   1024   1152 0    6.847    7.33
-ada_layer_norm_zero  dit-xl-2               bf16  1024   1152 0    5.728    6.24
-ada_layer_norm_zero  dit-xl-2               f16   1024   1152 0    5.664    6.18
-ada_layer_norm_zero  llama-8b-decode        bf16     1   4096 0     2.56    2.83
-ada_layer_norm_zero  llama-8b-prefill       bf16  2048   4096 0   23.584    24.4
-ada_layer_norm_zero  llama-8b-prefill       f16   2048   4096 0   23.456    24.6
-ada_layer_norm_zero  dit-xl-2               f32   1024   1152 0    8.224    9.25
-fused_add_layer_norm llama-70b-decode       bf16     1   8192 2     3.84    3.62
-fused_add_layer_norm llama-70b-prefill      bf16  2048   8192 2    38.16    41.5
-fused_add_layer_norm llama-70b-prefill      f16   2048   8192 2    37.52      39
-fused_add_layer_norm llama-8b-decode        bf16     1   4096 2    2.831    2.63
-fused_add_layer_norm llama-8b-prefill       bf16  2048   4096 2   20.449      21
-fused_add_layer_norm llama-8b-prefill       f16   2048   4096 2   20.064    20.2
-fused_add_layer_norm llama-13b-prefill      f32   2048   5120 2   44.063    44.2
-fused_add_rms_norm   llama-405b-decode      bf16     1  16384 1    3.743    2.85
-fused_add_rms_norm   llama-405b-prefill     bf16  2048  16384 1   66.592    68.3
-fused_add_rms_norm   llama-405b-prefill     f16   2048  16384 1   66.368    68.3
-fused_add_rms_norm   llama-70b-decode       bf16     1   8192 1      2.4    2.11
-fused_add_rms_norm   llama-70b-prefill      bf16  2048   8192 1   34.368    35.3
-fused_add_rms_norm   llama-70b-prefill      f16   2048   8192 1   34.128    34.9
-fused_add_rms_norm   llama-8b-decode        bf16     1   4096 1    1.887    1.92
-fused_add_rms_norm   llama-8b-prefill       bf16  2048   4096 1   18.272    18.5
-fused_add_rms_norm   llama-8b-prefill       f16   2048   4096 1   18.176    18.5
-fused_add_rms_norm   llama-13b-prefill      bf16  2048   5120 1   22.992    22.4
-"""
-
-
-def read_rows(only: str, dtypes: str = "bf16,f16,f32") -> list[Row]:
-    kinds = (str, str, str, int, int, int, float, float)
-    lines = [line.split() for line in ROWS.strip().splitlines()]
-    rows = [Row(*(k(v) for k, v in zip(kinds, line, strict=True))) for line in lines]
-    wanted = only.split(",")
-    rows = [r for r in rows if r.dtype in dtypes.split(",")]
-    return [r for r in rows if any(w in f"{r.op} {r.label}" for w in wanted)]
+VET_ROWS = 3000  # five or more for a CTA of a ring of 3: its stages are used again
+VET_S = 90
 
 
 def make_call(row: Row, tensors: list[Any], tiling: AnyTiling, real: bool = True) -> Call:
@@ -177,8 +56,13 @@ def make_call(row: Row, tensors: list[Any], tiling: AnyTiling, real: bool = True
     return Call.of(CATALOGUE[row.op], tensors, row.params, real=real)
 
 
-def warm(task: tuple[Row, AnyTiling]) -> dict[str, Any]:
-    """Compile one candidate into the cache on disk, in a process of its own."""
+def warm(task: Any) -> dict[str, Any]:
+    """Compile one candidate into the cache on disk, in a process of its own.
+
+    A task of row_checks instead is run there: it compiles much and times nothing.
+    """
+    if not isinstance(task[0], Row):
+        return {"bad": row_checks.alone_and_among_many(task)}
     row, tiling = task
     call = make_call(row, row.tensors("meta"), tiling, real=False)
     if isinstance(tiling, ClusterTiling):
@@ -209,11 +93,61 @@ def warm_cluster(call: Call) -> dict[str, Any]:
         return {"compile_error": "the plan refuses this call"}
     macros = plan.macros(call)
     try:
-        kernel = cuda.load(row_cluster.source(), "row_cluster", torch.device("cuda", 0), macros)
+        name = plan.tiling.kernel
+        kernel = cuda.load(row_cluster.source(name), name, torch.device("cuda", 0), macros)
         attributes = kernel.handle.attributes
         return {"registers": attributes.num_regs, "spills": attributes.local_size_bytes}
     except Exception as error:  # whatever NVRTC and the driver raise: a finding, not a failure
         return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
+
+
+def vet(tasks: list[tuple[Row, AnyTiling]], start: int) -> None:
+    """Run the CUDA candidates on a few rows; a line of JSON each: its place in `tasks`, status."""
+    from opkiln_norm.row_norm import prepare
+
+    kept: dict[Row, Any] = {}
+    for place, (row, tiling) in enumerate(tasks):
+        if place < start or not isinstance(tiling, ClusterTiling):
+            continue
+        few = dataclasses.replace(row, rows=min(row.rows, VET_ROWS))
+        if few not in kept:
+            kept.clear()
+            tensors = few.tensors("cuda")
+            kept[few] = (tensors, references(few, tensors))
+        tensors, wants = kept[few]
+        try:
+            status = status_of(prepare(make_call(few, tensors, tiling)), tensors, wants, few)
+            torch.cuda.synchronize()
+        except Exception as error:  # recorded
+            status = f"{type(error).__name__}: {error}"[-200:]
+        print(json.dumps([place, status]), flush=True)
+        if "CUDA" in status:  # the context is lost
+            sys.exit(1)
+
+
+def start_vetting(place: int) -> subprocess.Popen[str]:
+    command = [sys.executable, *sys.argv, "--vet", str(place)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def vetted(tasks: list[tuple[Row, AnyTiling]], child: subprocess.Popen[str]) -> dict[Any, str]:
+    """The status of each CUDA candidate that the other process reached. After a crash a new one
+    goes on; after a hang none does.
+    """
+    found: dict[Any, str] = {}
+    end = time.time() + VET_S
+    while True:
+        try:
+            text, _ = child.communicate(timeout=max(end - time.time(), 1))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            text, _ = child.communicate()
+            print("a CUDA candidate hangs: it and those after it are left out", flush=True)
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("[")]
+        found |= {tasks[place]: status for place, status in lines}
+        if child.returncode <= 0 or not lines:
+            return found
+        child = start_vetting(lines[-1][0] + 1)
 
 
 def references(row: Row, tensors: list[Any]) -> list[torch.Tensor]:
@@ -247,21 +181,25 @@ def status_of(launch: Callable[..., Any], tensors: list[Any], wants: Any, row: R
 
 
 def baselines(row: Row, tensors: list[Any], compiled: bool) -> dict[str, Callable[[], Any]]:
-    spec = CATALOGUE[row.op]
+    function = CATALOGUE[row.op].native
+    assert function is not None
 
     def native(*given: torch.Tensor | None) -> Any:
-        return spec.native(*given, **row.params)
+        return function(*given, **row.params)
 
-    found = {"torch": lambda: native(*tensors)}
+    found: dict[str, Callable[[], Any]] = {"torch": functools.partial(native, *tensors)}
     if compiled:
         torch._dynamo.reset()
-        function = torch.compile(native, dynamic=False)
-        found["torch-compile"] = lambda: function(*tensors)
+        found["torch-compile"] = functools.partial(torch.compile(native, dynamic=False), *tensors)
     return found
 
 
 def measure(
-    row: Row, resources: dict[AnyTiling, Any], compiled: bool, flush: torch.Tensor
+    row: Row,
+    resources: dict[AnyTiling, Any],
+    statuses: dict[Any, str],
+    compiled: bool,
+    flush: torch.Tensor,
 ) -> dict[str, Any]:
     """Every candidate and baseline of one row: status, median and least time."""
     from opkiln_norm.row_norm import prepare
@@ -272,12 +210,14 @@ def measure(
     records: list[dict[str, Any]] = []
     calls: list[Callable[[], Any]] = []
     torch.use_deterministic_algorithms(True)  # fills outputs with NaN before the launch
-    for tiling in candidates(row):
-        kernel = "row_cluster" if isinstance(tiling, ClusterTiling) else "row_norm"
+    for tiling in resources:
+        clustered = isinstance(tiling, ClusterTiling)
+        kernel = "row_cluster" if clustered else "row_norm"
         record = {"kernel": kernel, "use": dataclasses.asdict(tiling)} | resources[tiling]
         records.append(record)
-        if "compile_error" in record:
-            record["status"] = record["compile_error"]
+        ran = statuses.get((row, tiling), "not reached") if clustered else "ok"
+        if "compile_error" in record or ran != "ok":
+            record["status"] = record.get("compile_error", ran)
             continue
         try:
             launch = prepare(make_call(row, tensors, tiling))
@@ -285,13 +225,14 @@ def measure(
         except Exception as error:  # recorded; the other candidates still run
             record["status"] = f"{type(error).__name__}: {error}"[-200:]
         if record["status"] == "ok":
-            calls.append(lambda launch=launch: launch(*tensors))
+            calls.append(functools.partial(launch, *tensors))
     torch.use_deterministic_algorithms(False)
     del wants
     others = baselines(row, tensors, compiled)
     for function in others.values():
         function()
-    times = common.kernel_times_us([*calls, *others.values()], flush)
+    iterations = common.ITERATIONS if row.rows * row.n < 2**29 else 11  # 1 ms and more
+    times = common.kernel_times_us([*calls, *others.values()], flush, iterations)
     timed = [r for r in records if r["status"] == "ok"]
     for record, samples in zip(timed, times[: len(calls)], strict=True):
         record |= {"us": statistics.median(samples), "low_us": min(samples)}
@@ -300,133 +241,55 @@ def measure(
     return dataclasses.asdict(row) | {"itemsize": row.itemsize} | found
 
 
-def short(candidate: dict[str, Any]) -> str:
-    """A tiling on one line, defaults left out."""
-    kept = changed(candidate)
-    if kernel_of(candidate) == "row_cluster":
-        size = f"cluster {kept.pop('cluster')}x{kept.pop('threads')}x{kept.pop('vectors')}"
-    else:
-        size = f"{kept.pop('block_m', 1)}x{kept.pop('chunks', 1)}x{kept.pop('block_n')}"
-        size += f" w{kept.pop('num_warps')}"
-    return " ".join([size, *(k if v is True else f"{k}={v}" for k, v in kept.items())])
-
-
-def kernel_of(candidate: dict[str, Any]) -> str:
-    return candidate.get("kernel", "row_norm")
-
-
-def changed(candidate: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tiling that are not at their default."""
-    clustered = kernel_of(candidate) == "row_cluster"
-    default = dataclasses.asdict(ClusterTiling(0, 0, 0) if clustered else Tiling(0, 0))
-    return {k: v for k, v in candidate["use"].items() if v != default[k]}
-
-
-def write_tuning(paths: list[pathlib.Path]) -> None:
-    """For each (op, element size, N, number of rows): the best tiling that does not spill."""
-    files = [json.loads(path.read_text("utf-8")) for path in paths]
-    groups: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
-    for data in files:
-        for r in data["results"]:
-            key = (r["op"], r["itemsize"], r["n"], r["rows"])
-            groups.setdefault(key, {}).setdefault(r["dtype"], []).append((data, r))
-    tables: dict[str, list[Any]] = {"rows": [], "cluster_rows": []}
-    for key, by_dtype in sorted(groups.items()):
-        best = {k: best_of(by_dtype, k) for k in ("row_norm", "row_cluster")}
-        for kernel, table in (("row_norm", "rows"), ("row_cluster", "cluster_rows")):
-            if best[kernel] is None:
-                continue
-            own, other = (best[k]["measured"]["us"][min(by_dtype)] for k in (kernel, "row_norm"))
-            if kernel == "row_norm" or own * CLUSTER_GAIN <= other:
-                head = dict(zip(("op", "itemsize", "n"), key, strict=False))
-                head["rows"] = regime(*key, groups)
-                tables[table].append(head | best[kernel])
-    table = json.loads(TUNING.read_text("utf-8")) | tables
-    common.write_json(TUNING, table)
-    print({name: len(found) for name, found in tables.items()}, TUNING.relative_to(common.ROOT))
-
-
-def best_of(by_dtype: dict[str, list[Any]], kernel: str) -> dict[str, Any] | None:
-    """The fastest tiling and its measurement; bf16 decides where several dtypes were measured."""
-    times: dict[str, dict[str, float]] = {}
-    sources: dict[str, Any] = {}
-    spilling: set[str] = set()
-    for dtype, runs in by_dtype.items():
-        for data, r in runs:
-            for c in r["candidates"]:
-                use = json.dumps(changed(c))
-                if c.get("spills"):
-                    spilling.add(use)
-                if "us" in c and kernel_of(c) == kernel:
-                    found = times.setdefault(use, {})
-                    found[dtype] = min(c["us"], found.get(dtype, c["us"]))
-                    sources[use] = (data, r)
-    lead = min(by_dtype)
-    whole = {use: t for use, t in times.items() if lead in t and use not in spilling}
-    if not whole:
-        return None
-    use, us = min(whole.items(), key=lambda item: item[1][lead])
-    data, r = sources[use]
-    rounded = {dtype: round(t, 3) for dtype, t in us.items()}
-    measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": rounded}
-    return {"label": r["label"], "use": json.loads(use), "measured": measured}
-
-
-def regime(op: str, itemsize: int, n: int, rows: int, groups: Any) -> list[int | None]:
-    """Numbers of rows that a measurement speaks for: up to halfway to the next one measured."""
-    if rows <= row_plan.FEW_ROWS:
-        return [1, row_plan.FEW_ROWS]
-    others = [g[3] for g in groups if g[:3] == (op, itemsize, n)]
-    above = [r for r in others if r > rows]
-    below = [r for r in others if row_plan.FEW_ROWS < r < rows]
-    low = max(below) * 4 if below else row_plan.FEW_ROWS + 1
-    return [low, rows * 4 - 1 if above else None]
-
-
-def line(result: dict[str, Any]) -> str:
-    best = min((c for c in result["candidates"] if "us" in c), key=lambda c: c["us"], default=None)
-    name = f"{result['op']:20s} {result['label']:23s} {result['dtype']:4s}"
-    if best is None:
-        return f"{name} no candidate ran: {result['candidates'][0]['status']}"
-    ruled = result["candidates"][0].get("us", float("nan"))
-    bar, page = result["bar"], result["page"]
-    others = " ".join(f"{k} {v:.2f}" for k, v in result["baselines"].items())
-    return (
-        f"{name} {best['us']:8.2f} rule {ruled:8.2f} bar {bar:8.2f} page {page:8.2f} "
-        f"ratio {min(bar, page) / best['us']:.2f} | {short(best)} | {others}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="rows whose 'op label' contains one")
-    parser.add_argument("--dtypes", default="bf16,f32", help="f16 behaves as bf16")
+    parser.add_argument("--dtypes", default="bf16,f16,f32")
+    parser.add_argument("--behind", action="store_true", help="the rows of BEHIND, then the checks")
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile baselines")
+    parser.add_argument("--vet", type=int, metavar="PLACE", help="what the probe starts itself")
     parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS", nargs="+")
     options = parser.parse_args()
     if options.write_tuning:
         return write_tuning(options.write_tuning)
     rows = read_rows(options.only, options.dtypes)
+    if options.behind:
+        rows = [r for r in rows if (r.op, r.label) in BEHIND]
+    tasks = [(row, t) for row in rows for t in (focused if options.behind else candidates)(row)]
+    if options.vet is not None:
+        return vet(tasks, options.vet)
     start = time.time()
-    tasks = [(row, tiling) for row in rows for tiling in candidates(row)]
-    resources = common.warm_all(warm, tasks)
+    child = start_vetting(0)
+    pages = read_rows("")
+    cases = row_checks.alone_cases() if options.behind else []
+    extra = row_checks.kernels(pages) if options.behind else []
+    resources = common.warm_all(warm, list(dict.fromkeys([*cases, *tasks, *extra])))
+    bad = [text for case in cases for text in resources.pop(case)["bad"]]
+    invariance = [*bad[:8], f"batch invariance: {len(cases)} cases, {len(bad)} faults"]
     failed = [(task, found) for task, found in resources.items() if "compile_error" in found]
-    print(f"{len(tasks)} kernels compiled in {time.time() - start:.0f} s, {len(failed)} failed")
-    print(*failed[:5], sep="\n", flush=True)
+    print(f"{len(resources)} kernels compiled in {time.time() - start:.0f} s, {len(failed)} failed")
+    print(*failed[:3], sep="\n", flush=True)
+    statuses = vetted(tasks, child)
+    print(f"CUDA candidates vetted at {time.time() - start:.0f} s")
+    print(*[s for s in statuses.values() if s != "ok"][:5], sep="\n", flush=True)
     flush = common.flush_buffer()
     options.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     data = common.provenance() | {"results": results}
     for row in rows:
         first = row.label not in {r["label"] for r in results if r["op"] == row.op}
-        compiled = first and not options.no_compile and time.time() - start < COMPILE_UNTIL_S
-        own = {tiling: found for (r, tiling), found in resources.items() if r == row}
-        results.append(measure(row, own, compiled, flush))
+        short_row = row.n * row.itemsize <= row_plan.RESIDENT_BYTES
+        compiled = first and short_row and not options.no_compile
+        compiled = compiled and time.time() - start < COMPILE_UNTIL_S
+        own = {t: resources[row, t] for r, t in tasks if r == row}
+        results.append(measure(row, own, statuses, compiled, flush))
         common.write_json(options.out / "row_norm.json", data)
         torch.cuda.empty_cache()
+        print(line(results[-1]), flush=True)
+    if options.behind:
+        print(*invariance, *row_checks.timed_checks(pages, flush), sep="\n", flush=True)
     print(f"{len(results)} rows in {time.time() - start:.0f} s")
-    print(*map(line, results), sep="\n")
 
 
 if __name__ == "__main__":

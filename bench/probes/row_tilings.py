@@ -30,8 +30,9 @@ def candidates(row: Any) -> list[AnyTiling]:
         found = long_tilings(row)
     if row.adds:
         found = [replace(t, packed=False) for t in found]
-    found += cluster_tilings(row) if row.op in row_cluster.OPS else []
-    return list(dict.fromkeys([rule(row.itemsize, row.n, row.rows, row.adds), *found]))
+    ruled = rule(row.itemsize, row.n, row.rows, row.adds)
+    clustered = cluster_tilings(row) if row.op in row_cluster.OPS else []
+    return list(dict.fromkeys([ruled, *found, *clustered]))
 
 
 def decode_tilings(row: Any) -> list[Tiling]:
@@ -136,26 +137,86 @@ def long_tilings(row: Any) -> list[Tiling]:
 
 
 def cluster_tilings(row: Any) -> list[ClusterTiling]:
-    """The CUDA kernel: decode, and rows of 16 KB and more."""
+    """The CUDA kernels: decode, and rows of 16 KB and more."""
     vectors = row.n * row.itemsize // 16
     if row.rows <= row_plan.FEW_ROWS:
-        spread = product((1, 2, 4, 8), (1, 2))
+        spread = product((1, 2, 4, 8, 16), (1, 2))
         return [
             ClusterTiling(k, vectors // (k * v), v, weight_at=1)
             for k, v in spread
             if vectors % (k * v) == 0 and vectors // (k * v) in (64, 128, 256, 512, 1024)
         ]
-    if row.n * row.itemsize < 16384 or row.rows < 8192:
+    if row.n * row.itemsize < 16384:
         return []
     found = []
     for threads, depth, resident in (
-        (128, 8, 8), (256, 4, 8), (256, 8, 4), (512, 4, 4), (512, 8, 2), (1024, 4, 2), (1024, 8, 1)
+        (128, 8, 8), (256, 4, 4), (256, 8, 2), (512, 2, 4), (512, 4, 2), (512, 8, 1), (1024, 4, 1)
     ):  # fmt: skip
         cluster = vectors // (threads * depth)
-        if cluster in (1, 2, 4, 8) and not (cluster > 1 and threads < 512):
-            plain = ClusterTiling(cluster, threads, depth, resident)
-            kept = replace(plain, persistent=True, weight_at=2)
-            ahead = replace(plain, persistent=True, prefetch=True)
-            ways = [plain, kept, ahead, replace(ahead, weight_at=2)]
-            found += ways + [replace(t, stream=True) for t in ways]
+        if cluster not in (1, 2, 4, 8, 16):
+            continue
+        slices = threads * depth * 16 * resident  # bytes of the rows that an SM holds in registers
+        plain = ClusterTiling(cluster, threads, depth, resident)
+        if cluster <= 2:  # a cluster a row: with 8 of them 2,048 rows took half as long again
+            wide = threads * depth * 4 > 8192  # 32 registers a thread of data leave room for two
+            found.append(replace(plain, resident=2 * resident if wide else resident))
+        elif threads * depth >= 2048:
+            found.append(replace(plain, persistent=True, prefetch=True, weight_at=2, stream=True))
+        if not row.adds and slices <= 65536:
+            ring = replace(plain, persistent=True, weight_at=1, ring=196608 // slices)
+            found += [ring, replace(ring, stream=True)]
     return found
+
+
+def focused(row: Any) -> list[AnyTiling]:
+    """For a row that is behind: few tilings of each of at least three designs."""
+    ruled = [rule(row.itemsize, row.n, row.rows, row.adds)]
+    size = row.n * row.itemsize
+    if row.rows <= row_plan.FEW_ROWS:
+        found = decode_tilings(row)
+    elif size <= 4096:
+        found = focused_short(row)
+    elif size <= row_plan.RESIDENT_BYTES:
+        found = focused_resident(row) + focused_looped(row)
+    else:
+        best = Tiling(16384, 32, chunks=2, head=True, packed=True, evict="evict_first")
+        whole = Tiling(row.n // 4, 32, chunks=4, packed=True)
+        found = [best, replace(best, store_cache=".cs"), *focused_looped(row)]
+        found += [whole] if size == 2 * row_plan.RESIDENT_BYTES else []
+    if row.adds:
+        found = [replace(t, packed=False) for t in found]
+    return list(dict.fromkeys([*ruled, *found, *cluster_tilings(row)]))
+
+
+def focused_short(row: Any) -> list[Tiling]:
+    """A warp a few rows, persistent or not; whole rows of several warps."""
+    chunks = row.n // row.warp
+    best = Tiling(row.warp, 1, 4, chunks, programs_per_sm=32, stages=3, preload=True)
+    found = [replace(best, block_m=m, programs_per_sm=p) for m in (2, 4, 8) for p in (16, 24, 32)]
+    found += [replace(best, stages=s) for s in (1, 2, 4)]
+    found += [replace(best, store_cache=".cs"), replace(best, evict="evict_first")]
+    found += [replace(best, num_warps=w, block_m=4 * w, programs_per_sm=32 // w) for w in (2, 4)]
+    once = [Tiling(row.warp, w, d * w, chunks, preload=True) for w in (2, 4, 8) for d in (1, 2, 4)]
+    return found + once + [replace(once[4], store_cache=".cs"), Tiling(row.n, 4, 8)]
+
+
+def focused_resident(row: Any) -> list[Tiling]:
+    """The row in registers, whole or in strips of one vector a thread and more."""
+    found = []
+    for warps in (8, 16, 32):
+        if 2 <= row.n // (warps * row.warp) <= 8:
+            found += [Tiling(row.n, warps), Tiling(row.n, warps, preload=True)]
+            if row.n // 4 >= warps * row.warp:
+                strips = Tiling(row.n // 4, warps, chunks=4)
+                found += [strips, replace(strips, packed=True)]
+    return found
+
+
+def focused_looped(row: Any) -> list[Tiling]:
+    """Read twice, as Inductor does: 512 threads of 8 bytes (2048, 16), and others."""
+    narrow = [(1024, 8), (2048, 8), (2048, 16), (4096, 16)]
+    wide = [(4096, 32), (8192, 32)]
+    huge = row.n * row.itemsize > row_plan.RESIDENT_BYTES
+    shapes = wide if huge else narrow + (wide if row.n > 16384 else [])
+    first = [Tiling(block, warps, head=True, evict="evict_first") for block, warps in shapes]
+    return first + [replace(t, evict="") for t in first] + [replace(first[-1], store_cache=".cs")]

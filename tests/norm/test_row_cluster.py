@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from opkiln_norm.row_cluster import ClusterTiling
 
 DECODE = ClusterTiling(2, 64, 1, weight_at=1)
 LONG = ClusterTiling(2, 64, 2, persistent=True, weight_at=2, prefetch=True)
+RING = ClusterTiling(2, 64, 2, persistent=True, weight_at=1, ring=3)
+RING_ALONE = dataclasses.replace(RING, cluster=1, ring=2, stream=True)
 OPS = pytest.mark.parametrize("op", row_cluster.OPS)
+PLAIN = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 ON_GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or cuda.why_not(torch.device("cuda", 0), "") is not None,
     reason="needs a GPU of compute capability 9.0 and cuda-core",
@@ -103,6 +107,18 @@ def test_too_long_for_the_cluster_and_other_ops(use_tiling):
     assert row_cluster.plan_for(call) is None
 
 
+@PLAIN
+def test_ring_plan(op, use_tiling):
+    """Its stages are dynamic shared memory, 16 bytes more so that 48 KB of it pass the limit."""
+    use_tiling(op, 2, 1024, RING)
+    plan = row_cluster.plan_for(make_call(op, random(5, 1024, dtype=F16)))
+    assert (plan.tiling.kernel, plan.even) == ("row_ring", False)
+    assert plan.shared_bytes == 3 * 64 * 2 * 16 + 16
+    added = make_call(f"fused_add_{op}", random(5, 1024, dtype=F16))
+    use_tiling(f"fused_add_{op}", 2, 1024, RING)
+    assert row_cluster.plan_for(added) is None
+
+
 def test_regimes(monkeypatch):
     """The number of rows chooses; under batch invariance that of many does."""
     rows = [
@@ -149,47 +165,69 @@ def test_launch_arguments(op, needs_grad, use_tiling, monkeypatch):
 
 
 def test_table_is_valid():
-    """Every row covers what it says, within the limits of a CTA and of a portable cluster."""
+    """Every row covers what it says, within the limits of a CTA and of a cluster."""
     for row in row_cluster.cluster_rows():
         tiling = ClusterTiling(**row["use"])
         values = 16 // row["itemsize"]
         assert row["n"] <= tiling.cluster * tiling.threads * tiling.vectors * values
         assert row["n"] % values == 0 and row["op"] in row_cluster.OPS
-        assert tiling.threads * tiling.resident <= 2048 and tiling.cluster <= 8
+        assert tiling.threads * tiling.resident <= 2048 and tiling.cluster <= 16
 
 
-def test_every_macro_is_set():
-    """The source names no macro that the plan leaves out, and the plan none that it lacks."""
+@pytest.mark.parametrize("tiling", [DECODE, RING])
+def test_every_macro_is_set(tiling):
+    """The headers name every macro that the plan sets, and the source names no other."""
     call = make_call("layer_norm", random(1, 1024, dtype=F16))
-    plan = row_cluster.ClusterPlan(DECODE, "test", 1, 1024, 1024, 1024, True, 0)
+    plan = row_cluster.ClusterPlan(tiling, "test", 1, 1024, 1024, 1024, True, 0)
     names = plan.macros(call)
-    text = row_cluster.source()
-    assert all(f"{name}" in text for name in names)
+    text = row_cluster.source(tiling.kernel)
+    headers = " ".join(line for line in text.splitlines() if line.startswith("//"))
     assert all(isinstance(value, int) for value in names.values())
-    header = text[text.index("Macros.") : text.index("One CTA's slice")]
-    assert all(name in header for name in names)
+    assert all(name in headers for name in names)
+    used = set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", re.sub(r"//.*", "", text)))
+    made = set(re.findall(r"constexpr (?:int|u32) (\w+)", text)) | {"WORDS", "KIND"}
+    assert used - made <= set(names)
+
+
+KINDS = {
+    "decode": DECODE,
+    "long": LONG,
+    "weight-last": dataclasses.replace(LONG, weight_at=0),
+    "ring": RING,
+    "ring-alone": RING_ALONE,
+    "16-ctas": dataclasses.replace(RING, cluster=16),
+}
+
+
+SERVED = [
+    (op, kind)
+    for op in row_cluster.OPS
+    for kind, tiling in KINDS.items()
+    if not (tiling.ring and "fused_add" in op)  # test_ring_plan
+]
 
 
 @ON_GPU
-@OPS
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
-@pytest.mark.parametrize("tiling", [DECODE, LONG, dataclasses.replace(LONG, weight_at=0)])
+@pytest.mark.parametrize(("op", "kind"), SERVED)
 @pytest.mark.parametrize("spare", [0, 1])
-def test_results(op, dtype, tiling, spare, use_tiling):
+def test_results(op, dtype, kind, spare, use_tiling):
     """Rows that fill the cluster or lack one vector, more rows than clusters fit at once."""
+    tiling = KINDS[kind]
     values = 16 // dtype.itemsize
     n = values * (tiling.cluster * tiling.threads * tiling.vectors - spare)
     use_tiling(op, dtype.itemsize, n, tiling)
-    x = random(1500 if tiling.persistent else 3, n, dtype=dtype)
+    x = random(9000 if tiling.persistent else 3, n, dtype=dtype)
     tensors = operands(op, x, F32, F32)
     assert row_cluster.prepare(Call.of(CATALOGUE[op], tensors, params(n))) is not None
     run(op, tensors, params(n))
 
 
 @ON_GPU
-@OPS
-def test_one_row_has_the_bits_that_it_has_among_many(op, use_tiling):
-    use_tiling(op, 2, 2048, LONG)
+@PLAIN
+@pytest.mark.parametrize("tiling", [LONG, RING])
+def test_one_row_has_the_bits_that_it_has_among_many(op, tiling, use_tiling):
+    use_tiling(op, 2, 2048, tiling)
     x = random(700, 2048, dtype=BF16)
     tensors = operands(op, x, BF16, BF16)
     one = [t[600:601] if t is not None and t.ndim == 2 else t for t in tensors]
@@ -211,6 +249,8 @@ def test_nan_and_inf_stay_in_their_row(use_tiling):
     assert y[1].isnan().all() and y[[0, 3]].isfinite().all()
 
 
-def test_source_is_packaged():
-    folder = Path(row_plan.__file__).parent
-    assert (folder / "csrc" / "row_cluster.cu").read_text("utf-8") == row_cluster.source()
+@pytest.mark.parametrize("kernel", ["row_cluster", "row_ring"])
+def test_source_is_packaged(kernel):
+    folder = Path(row_plan.__file__).parent / "csrc"
+    parts = [(folder / name).read_text("utf-8") for name in ("row.cuh", f"{kernel}.cu")]
+    assert "".join(parts) == row_cluster.source(kernel)

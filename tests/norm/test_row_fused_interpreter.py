@@ -224,3 +224,31 @@ def test_batch_invariant_rows(op):
     y_one, tiling_one = launch(one, True)
     assert torch.equal(y_many[77:78], y_one)
     assert tiling == tiling_one != launch(one, False)[1]
+
+
+ALONE = {  # id: what makes many rows
+    "odd-n": lambda: random(133, 77),
+    "half-vector-n": lambda: random(133, 12, dtype=F16),
+    "whole-vectors": lambda: random(133, 64, dtype=BF16),
+    "odd-pitch": lambda: random(133, 65)[:, :64],
+    "three-dims": lambda: random(7, 19, 24, dtype=F16),
+}
+
+
+@pytest.mark.parametrize("op", ADA)
+@pytest.mark.parametrize("make", ALONE.values(), ids=ALONE)
+def test_one_row_meets_the_binary_of_many(op, make):
+    """Triton compiles in whether an int is 1 or a multiple of 16; on the H200 that gave a float32
+    row of 77 columns other bits alone (stride 0) than among many (stride 77)."""
+    many = [make()] * (1 + ADA[op])
+    one = [t[2:3] for t in many]
+    if many[0].ndim == 3:
+        one = [t[:, 2:3] for t in one]
+    policy = Policy(batch_invariant=True)
+    calls = [Call.of(CATALOGUE[op], t, params_of(op, 1), policy) for t in (many, one)]
+    plans = [plan_for(call) for call in calls]
+    assert plans[0].constexprs(calls[0]) == plans[1].constexprs(calls[1])
+    for plan, call in zip(plans, calls, strict=True):
+        strides = [s for given in plan.arguments(call.params)[1:6] if given for s in given]
+        assert len(strides) >= 1 + ADA[op]
+        assert all(s > 1 and s % 16 for s in strides)

@@ -152,6 +152,13 @@ def widths(counts: dict[str, int], opcode: str) -> dict[str, int]:
     return found
 
 
+def vector_bits(case: str) -> str:
+    """What a thread has of a tile to load at once: less than 128 bits where a tiling says so."""
+    asked, itemsize = REQUESTS[case], 4 if REQUESTS[case]["signature"]["x_ptr"] == "*fp32" else 2
+    tile = asked["constexprs"]["BLOCK_M"] * asked["constexprs"]["BLOCK_N"] * itemsize * 8
+    return str(min(tile // (32 * asked["options"]["num_warps"]), 128))
+
+
 def faults(case: str, report: dict[str, Any]) -> list[str]:
     """What is wrong with one compiled kernel."""
     counts = report["counts"]
@@ -160,14 +167,15 @@ def faults(case: str, report: dict[str, Any]) -> list[str]:
     if case in NARROW:
         return found
     loads = set(widths(counts, "LDG")) | set(widths(counts, "LDGSTS"))
+    bits = vector_bits(case) if case in TABLE else "128"
     narrow_weight = {"64"} if case == "bf16-weight" else set()  # 4 of its elements a vector of x
-    if not {"128"} <= loads <= {"128"} | narrow_weight:
+    if not {bits} <= loads <= {bits} | narrow_weight:
         found.append(f"loads of {sorted(loads)} bits")
     stores = widths(counts, "STG")
-    wide, narrow = stores.pop("128", 0), sum(stores.values())
+    wide, narrow = stores.pop(bits, 0), sum(stores.values())
     saved = {"rstd_ptr", "mean_ptr"} & REQUESTS[case]["signature"].keys()
     if not wide or narrow != len(saved):
-        found.append(f"{wide} stores of 128 bits, {narrow} narrower")
+        found.append(f"{wide} stores of {bits} bits, {narrow} narrower")
     return found
 
 

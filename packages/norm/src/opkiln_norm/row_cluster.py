@@ -1,8 +1,9 @@
-"""Row norms in CUDA C++, a row spread over a cluster of CTAs (csrc/row_cluster.cu).
+"""Row norms in CUDA C++, a row spread over a cluster of CTAs (csrc/row_cluster.cu, row_ring.cu).
 
 Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
 the op, element size, N and number of rows, and where every vector of 16 bytes is aligned; the
-Triton kernel of row_norm serves the rest, and all of them without cuda-core.
+Triton kernel of row_norm serves the rest, and all of them without cuda-core. The ring takes no
+residual.
 """
 
 import functools
@@ -23,7 +24,10 @@ OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
 
 @dataclass(frozen=True, slots=True)
 class ClusterTiling:
-    """What the tuning table sets: see the macros of csrc/row_cluster.cu for the meaning of each."""
+    """What the tuning table sets: see the macros of csrc/row.cuh for the meaning of each.
+
+    ring: 0 is row_cluster.cu, else the number of stages of row_ring.cu.
+    """
 
     cluster: int
     threads: int
@@ -33,6 +37,11 @@ class ClusterTiling:
     weight_at: int = 0
     prefetch: bool = False
     stream: bool = False
+    ring: int = 0
+
+    @property
+    def kernel(self) -> str:
+        return "row_ring" if self.ring else "row_cluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +61,13 @@ class ClusterPlan:
         x, w, b = affine_metas(call)
         t = self.tiling
         given = w or b or x
+        own = {"STAGES": t.ring} if t.ring else {"PREFETCH": int(t.prefetch)}
         flags = {
             "EVEN": self.even,
             "CENTER": "layer_norm" in call.spec.name,
             "HAS_RESIDUAL": hasattr(call.tensors, "residual"),
             "HAS_WEIGHT": w is not None,
             "HAS_BIAS": b is not None,
-            "PREFETCH": t.prefetch,
             "STREAM": t.stream,
         }
         return {
@@ -70,6 +79,7 @@ class ClusterPlan:
             "RESIDENT": t.resident,
             "WEIGHT_AT": t.weight_at if w is not None or t.weight_at != 2 else 0,
             **{name: int(flag) for name, flag in flags.items()},
+            **own,
         }
 
 
@@ -79,8 +89,10 @@ def affine_metas(call: Any) -> tuple[Any, Any, Any]:
 
 
 @functools.cache
-def source() -> str:
-    return resources.files("opkiln_norm").joinpath("csrc/row_cluster.cu").read_text("utf-8")
+def source(kernel: str) -> str:
+    """The translation unit of row_cluster or row_ring."""
+    folder = resources.files("opkiln_norm").joinpath("csrc")
+    return "".join(folder.joinpath(n).read_text("utf-8") for n in ("row.cuh", f"{kernel}.cu"))
 
 
 def cluster_rows() -> list[dict[str, Any]]:
@@ -121,11 +133,14 @@ def plan_for(call: Any) -> ClusterPlan | None:
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
         and n <= tiling.cluster * tiling.threads * tiling.vectors * values
+        and not (tiling.ring and "fused_add" in call.spec.name)
     )
     if not fits:
         return None
     in_shared = tiling.weight_at == 2 and w is not None
-    weight_bytes = values * w.dtype.itemsize if in_shared else 0
+    vector_bytes = 16 * tiling.ring + (values * w.dtype.itemsize if in_shared else 0)
+    # cuda.py raises a kernel's limit only for more than 48 KB, beside which the ring's barriers are
+    more = 16 if tiling.ring else 0
     return ClusterPlan(
         tiling=tiling,
         source=label,
@@ -134,7 +149,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
         x_stride=strides[0],
         r_stride=strides[-1],
         even=n == tiling.cluster * tiling.threads * tiling.vectors * values,
-        shared_bytes=weight_bytes * tiling.threads * tiling.vectors,
+        shared_bytes=vector_bytes * tiling.threads * tiling.vectors + more,
     )
 
 
@@ -144,7 +159,7 @@ def prepare(call: Any) -> Callable[..., Any] | None:
     if plan is None or cuda.why_not(call.device, EXTRA) is not None:
         return None
     t, device = plan.tiling, call.device
-    kernel = cuda.load(source(), "row_cluster", device, plan.macros(call))
+    kernel = cuda.load(source(t.kernel), t.kernel, device, plan.macros(call))
     clusters = plan.rows
     if t.persistent:
         kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
@@ -171,8 +186,10 @@ def prepare(call: Any) -> Callable[..., Any] | None:
 
 def max_clusters(kernel: cuda.Kernel, plan: ClusterPlan) -> int:
     """How many clusters run at once: fewer than the SMs would hold where a GPC has odd ones."""
-    core: Any = import_module("cuda.core")
     t = plan.tiling
+    if t.cluster == 1:
+        return t.resident * cuda.multiprocessors(kernel.device)
+    core: Any = import_module("cuda.core")
     config = core.LaunchConfig(
         grid=(1, 1, 1),
         cluster=(t.cluster, 1, 1),

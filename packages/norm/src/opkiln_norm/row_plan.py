@@ -72,8 +72,16 @@ class RowPlan:
         return min(self.tiles, self.tiling.programs_per_sm * multiprocessors)
 
     def arguments(self, params: Any) -> tuple[Any, ...]:
-        """The kernel's run-time arguments after the tensors, in its order."""
-        strides = [operand.strides for operand in self.operands]
+        """The kernel's run-time arguments after the tensors, in its order.
+
+        Triton compiles in whether an int is 1 or a multiple of 16, and chooses by it the order in
+        which a row is summed. 2 s + 3 is never either: a row alone, whose stride is 0, meets the
+        binary of many rows. What is known of the alignment is ALIGN.
+        """
+        strides = [
+            None if o.strides is None else tuple(2 * s + 3 for s in o.strides)
+            for o in self.operands
+        ]
         columns = [operand.stride_n for operand in self.operands]
         offset = getattr(params, "scale_offset", None)
         units = self.n // self.align
@@ -235,6 +243,27 @@ def regime_of(call: Any, rows: int) -> int:
     return MAX_INDEX if call.policy.batch_invariant else max(rows, 1)
 
 
+def alignment(call: Any, split: int, n: int) -> int:
+    """What divides N and every row stride of dense operands, at most MAX_ALIGN.
+
+    Batch invariance: a row alone has what it has among many. So the strides of size-1 dims count
+    too, and 1 is the answer where not every row of an aligned tensor is aligned to 16 bytes.
+    """
+    x = call.tensors.input
+    invariant = call.policy.batch_invariant
+    steps: list[int] = []
+    for meta in operand_metas(call)[0]:
+        if meta is None:
+            continue
+        stride = broadcast_strides(meta, x.shape)
+        if column_stride(x.shape[split:], stride[split:]) is None:
+            sized = [s for s, size in zip(stride, x.shape[:split], strict=False) if size > 1]
+            own = meta.stride[: max(split - (x.ndim - meta.ndim), 0)]
+            steps += own if invariant else sized
+    align = math.gcd(MAX_ALIGN, n, *steps)
+    return 1 if invariant and align * x.dtype.itemsize % 16 else align
+
+
 def plan_for(call: Any) -> RowPlan:
     """The plan of a row norm call. ValueError says what the kernel cannot index."""
     x = call.tensors.input
@@ -245,8 +274,7 @@ def plan_for(call: Any) -> RowPlan:
     if max(n, rows) > MAX_INDEX:
         raise ValueError(f"{rows} rows of {n} elements: only {MAX_INDEX} of either fit the index")
     sizes, operands = operands_of(call, split)
-    dense = [o.strides for o in operands if o.strides is not None and o.stride_n is None]
-    align = math.gcd(MAX_ALIGN, n, *(s for strides in dense for s in strides))
+    align = alignment(call, split, n)
     regime = regime_of(call, rows)
     found = None
     if operands[0].stride_n is None:

@@ -10,12 +10,15 @@ import triton.language as tl
 
 @triton.jit
 def row_offsets(rows, inner_sizes, strides):
-    """Offset of each row over the leading dims, outermost first, whose size is not needed."""
+    """Offset of each row over the leading dims, outermost first, whose size is not needed.
+
+    strides: 2 s + 3, from which Triton concludes nothing (RowPlan.arguments).
+    """
     offsets = rows.to(tl.int64) * 0
     for d in tl.static_range(len(inner_sizes), 0, -1):
-        offsets += (rows % inner_sizes[d - 1]).to(tl.int64) * strides[d]
+        offsets += (rows % inner_sizes[d - 1]).to(tl.int64) * ((strides[d] >> 1) - 1)
         rows = rows // inner_sizes[d - 1]
-    return offsets + rows.to(tl.int64) * strides[0]
+    return offsets + rows.to(tl.int64) * ((strides[0] >> 1) - 1)
 
 
 @triton.jit
