@@ -11,7 +11,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,8 +125,8 @@ def wrong_elements(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> i
 
 
 def measure(
-    runs: dict[str, Callable[[], Callable[[], Any]]],
-    others: dict[str, Callable[[], Any]],
+    runs: Mapping[str, Callable[[], Callable[[], Any]]],
+    others: Mapping[str, Callable[[], Any]],
     fault: Callable[[Any], str],
     flush: torch.Tensor,
     iterations: int = ITERATIONS,
@@ -174,11 +174,12 @@ def line(r: dict[str, Any]) -> str:
     if not timed:
         return f"{name} no candidate ran: {r['candidates'][0]['status'] if failed else 'none'}"
     best, bar, page = timed[0], r["bar"], r["page"]
+    known = [t for t in (bar, page) if t]
+    ratio = f"{min(known) / best['us']:.2f}" if known else "-"
     others = " ".join(f"{k} {v:.2f}" for k, v in r["baselines"].items())
     return (
         f"{name} {best['us']:8.2f} bar {bar:8.2f} page {page:8.2f} "
-        f"ratio {min(bar, page) / best['us']:.2f} | {best['name']} | {others}"
-        + (f" | {failed} failed" if failed else "")
+        f"ratio {ratio} | {best['name']} | {others}" + (f" | {failed} failed" if failed else "")
     )
 
 

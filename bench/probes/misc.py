@@ -1,16 +1,20 @@
-"""Measure the candidates of FFT, MHC and top-k on their rows of the benchmark pages.
+"""Measure the candidates of FFT and MHC on their rows of the benchmark pages.
 
-    python bench/probes/misc.py --out DIR [--only SUBSTRING]
+    python bench/probes/misc.py --out DIR [--only SUBSTRING] [--compile]
+
+--compile: time torch.compile too, on the MHC rows. Top-k has a probe of its own.
 
 Writes DIR/misc.json and prints one line a row; see common.py for how it measures.
 """
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import common
+import numpy
 import torch
 
 sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/misc/src")]
@@ -24,7 +28,6 @@ TYPES = {
     "c64": torch.complex64,
     "c128": torch.complex128,
 }
-RMS_ERROR = {torch.complex64: 3e-7, torch.complex128: 8e-16}  # of an FFT, relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,6 @@ ROWS = [
     Row("fft", "fft-4k-c128-b64", "c128", (64, 4096), 7.456, 8.48),
     Row("fft", "fft-4k-c64-b64", "c64", (64, 4096), 4.865, 5.63),
     Row("fft", "fft-4k-c64-unbatched", "c64", (4096,), 4.416, 5.44),
-    Row("topk_selector", "topk1024-s32k-kv64k", "f32", (32768, 65536, 1024), 7417.8, 9272),
-    Row("topk_selector", "topk2048-s32k-kv64k", "f32", (32768, 65536, 2048), 8548.7, 10670),
 ]
 
 
@@ -83,61 +84,69 @@ def fft(row: Row, device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     return [x], {"n": row.sizes[-1], "dim": x.ndim - 1, "norm": "backward"}
 
 
-def topk_selector(row: Row, device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    rows, kv, topk = row.sizes
-    scores = torch.randn(1, rows, kv, 1, device=device)
-    starts = torch.zeros(1, rows, dtype=torch.int32, device=device)
-    return [scores, starts, starts + kv], {"topk": topk}
+Candidates = dict[
+    str, tuple[str, dict[str, Any]]
+]  # module of opkiln_misc, arguments of its prepare
 
 
-def mhc_post_candidates(row: Row) -> dict[str, dict[str, Any]]:
-    shapes = [(256, 1), (128, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 4), (1024, 8)]
-    return {f"{c} w{w}": {"block_c": c, "num_warps": w} for c, w in shapes}
+def mhc_post_candidates(row: Row) -> Candidates:
+    from opkiln_misc.mhc_post_cuda import Tiling
 
-
-def mhc_pre_candidates(row: Row) -> dict[str, dict[str, Any]]:
-    from opkiln_misc.mhc_pre import Tiling, rule
-
-    first = rule(row.sizes[0])
-    found = [first]
-    for rows in (1, 2, 4):
-        for threads in (192, 288, 384, 576, 768, 960):
-            for cluster in (16, 8):
-                if rows <= max(row.sizes[0], 1):
-                    found.append(Tiling(rows, cluster, threads))
-    return {
-        f"rows {t.rows} cluster {t.cluster} threads {t.threads}": {"tiling": t}
-        for t in dict.fromkeys(found)
+    found: Candidates = {
+        f"triton {c} w{w}": ("mhc_post", {"block_c": c, "num_warps": w})
+        for c, w in [(256, 1), (128, 1), (512, 2), (1024, 4)]
     }
+    for threads, per, size in [
+        (32, 1, 16), (64, 1, 16), (96, 1, 16), (160, 1, 16), (320, 1, 16), (64, 2, 16),
+        (160, 2, 16), (32, 4, 16), (64, 4, 16), (160, 4, 16), (320, 4, 16), (64, 1, 8),
+        (128, 1, 8), (128, 1, 4),
+    ]:  # fmt: skip
+        found[f"{threads} threads, {per} streams, {size} B"] = (
+            "mhc_post_cuda", {"tiling": Tiling(threads, per, size)},
+        )  # fmt: skip
+    return found
 
 
-def fft_candidates(row: Row) -> dict[str, dict[str, Any]]:
+def mhc_pre_candidates(row: Row) -> Candidates:
+    from opkiln_misc import mhc_pre, mhc_pre_split
+
+    batch = row.sizes[0]
+    found: Candidates = {
+        f"cluster 16, {t.rows} rows, {t.threads} threads": ("mhc_pre", {"tiling": t})
+        for t in [mhc_pre.rule(batch), mhc_pre.Tiling(mhc_pre.rule(batch).rows, 16, 768)]
+    }
+    for threads, unroll, mix in [
+        (256, 2, 160), (256, 2, 320), (256, 2, 96), (256, 3, 160), (256, 4, 160), (128, 4, 160),
+        (128, 6, 160), (512, 1, 160), (512, 2, 320),
+    ]:  # fmt: skip
+        for rows in {batch, 1}:
+            found[f"split {threads} x {unroll}, {rows} rows, mix {mix}"] = (
+                "mhc_pre_split",
+                {"tiling": mhc_pre_split.Tiling(rows, threads, unroll, mix)},
+            )
+    return found
+
+
+def fft_candidates(row: Row) -> Candidates:
     from opkiln_misc.fft import Tiling
 
-    found = [Tiling(p, 32, b) for p in (16, 8, 4) for b in (2, 1)]
-    return {f"points {t.points} buffers {t.buffers}": {"tiling": t} for t in found}
-
-
-def topk_candidates(row: Row) -> dict[str, dict[str, Any]]:
-    from opkiln_misc.topk import Tiling, capacity_of, rule
-
-    shapes = [
-        (512, 3, 4), (512, 3, 2), (512, 2, 4), (512, 2, 8), (512, 4, 2), (512, 4, 4), (1024, 1, 4),
-        (1024, 2, 2), (1024, 2, 4), (256, 4, 4), (256, 5, 4), (256, 6, 2),
-    ]  # fmt: skip
-    found = [rule(capacity_of(row.sizes[2])), *[Tiling(*s) for s in shapes]]
+    found = [Tiling(16), Tiling(16, 32, 1), Tiling(8), Tiling(8, 32, 1)]
+    found += [Tiling(p, cluster=c) for p in (16, 8) for c in (2, 4, 8)]
+    found += [Tiling(16, cluster=16), Tiling(4, cluster=4)] if len(row.sizes) == 1 else []
     return {
-        f"threads {t.threads} blocks {t.blocks} unroll {t.unroll}": {"tiling": t}
-        for t in dict.fromkeys(found)
-    }
+        f"points {t.points} cluster {t.cluster} threads {t.threads} buffers {t.buffers}": (
+            "fft", {"tiling": t},
+        )
+        for t in found
+    }  # fmt: skip
 
 
-OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+OPS: dict[str, tuple[Callable[..., Any], Callable[[Row], Candidates]]] = {
     "mhc_post": (mhc_post, mhc_post_candidates),
     "mhc_pre": (mhc_pre, mhc_pre_candidates),
     "fft": (fft, fft_candidates),
-    "topk_selector": (topk_selector, topk_candidates),
 }
+SOURCES = {"mhc_post_cuda": "mhc_post"}  # of a module whose source has another name
 
 
 def call_of(row: Row, tensors: list[torch.Tensor], params: dict[str, Any]) -> Call:
@@ -145,87 +154,114 @@ def call_of(row: Row, tensors: list[torch.Tensor], params: dict[str, Any]) -> Ca
     return Call.of(CATALOGUE[row.op], tensors, params, real=real)
 
 
-def warm(task: tuple[Row, dict[str, Any]]) -> dict[str, Any]:
+def module_of(name: str) -> Any:
+    return importlib.import_module(f"opkiln_misc.{name}")
+
+
+def warm(task: tuple[Row, str]) -> dict[str, Any]:
     """Compile one CUDA candidate into the cache on disk. The few Triton ones compile when run."""
     from opkiln.device import cuda
-    from opkiln_misc.plugin import MODULES, planner
     from opkiln_misc.sources import source
 
-    row, options = task
+    row, candidate = task
+    make, candidates = OPS[row.op]
+    name, options = candidates(row)[candidate]
     try:
-        if row.op != "mhc_post":
-            make, _ = OPS[row.op]
-            plan = planner(row.op).plan_for(call_of(row, *make(row, "meta")), **options)
+        if name != "mhc_post":
+            plan = module_of(name).plan_for(call_of(row, *make(row, "meta")), **options)
             for step in plan if isinstance(plan, list) else [plan]:
-                cuda.compile_cubin(source(MODULES[row.op]), "sm_90a", step.macros)
+                cuda.compile_cubin(source(SOURCES.get(name, name)), "sm_90a", step.macros)
     except Exception as error:  # a candidate that does not compile is a finding, not a failure
         return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
     return {}
 
 
-def fault(row: Row, got: Any, want: Any) -> str:
-    """What is wrong with the outputs."""
-    pairs = zip(got if isinstance(got, tuple) else (got,), want, strict=True)
-    for name, (g, w) in zip(CATALOGUE[row.op].outputs, pairs, strict=False):
-        if row.op == "topk_selector":
-            wrong = int((g.sort(-1).values != w.sort(-1).values).any(-1).sum())
-            if wrong:
-                return f"{wrong} of {g[..., 0].numel()} rows wrong"
-        elif row.op == "fft":
-            error = float((g - w).abs().square().mean().sqrt() / w.abs().square().mean().sqrt())
-            if not error < RMS_ERROR[g.dtype]:
-                return f"RMS error {error:.3g}"
-        else:
-            wrong = common.wrong_elements(g, w, 2**-7)
-            if wrong:
-                return f"{wrong} of {g.numel()} elements of {name.name} wrong"
-    return ""
+def rms_error(got: torch.Tensor, want: Any) -> float:
+    """Relative to the root mean square of `want`, a numpy array of a wider type."""
+    off = numpy.abs(got.cpu().numpy().astype(want.dtype) - want)
+    return float(numpy.sqrt((off**2).mean() / (numpy.abs(want) ** 2).mean()))
 
 
-def expected(row: Row, call: Call, tensors: list[torch.Tensor], params: Any) -> list[torch.Tensor]:
+def fft_fault(tensors: list[torch.Tensor]) -> Callable[[Any], str]:
+    """Within twice cuFFT's error, against an FFT in 80 bits."""
+    x = tensors[0]
+    want = numpy.fft.fft(x.cpu().numpy().astype(numpy.clongdouble))
+    limit = 2 * rms_error(torch.fft.fft(x), want)
+
+    def fault(got: torch.Tensor) -> str:
+        error = rms_error(got, want)
+        return "" if error <= limit else f"RMS error {error:.3g}, twice cuFFT's is {limit:.3g}"
+
+    return fault
+
+
+def mhc_fault(row: Row, tensors: list[torch.Tensor], params: Any) -> Callable[[Any], str]:
+    want = CATALOGUE[row.op].reference(*[t.double() for t in tensors], **params)
+    want = want if isinstance(want, tuple) else (want,)
+    names = CATALOGUE[row.op].outputs
+
+    def fault(got: Any) -> str:
+        got = got if isinstance(got, tuple) else (got,)
+        for name, g, w in zip(names, got, want, strict=False):
+            wrong = common.wrong_elements(g, w.to(g.dtype), 2**-7)
+            if wrong:
+                return f"{name}: {wrong} elements wrong"
+        return ""
+
+    return fault
+
+
+def others_of(row: Row, tensors: list[torch.Tensor], params: Any, compiled: bool) -> dict[str, Any]:
     spec = CATALOGUE[row.op]
-    if row.op == "topk_selector":
-        return [spec.reference(*tensors, **params)]
-    if row.op == "fft":
-        return [torch.fft.fft(tensors[0].to(torch.complex128))]
-    outs = spec.reference(*[t.double() for t in tensors], **params)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    return [o.to(m.dtype) for o, m in zip(outs, call.outputs, strict=False)]
+    formula = spec.native or spec.reference
+    found: dict[str, Any] = {"torch": lambda: formula(*tensors, **params)}
+    if compiled and row.op.startswith("mhc"):
+        torch._dynamo.reset()
+        function = torch.compile(lambda *given: formula(*given, **params), dynamic=False)
+        found["torch-compile"] = lambda: function(*tensors)
+    return found
 
 
-def measure(row: Row, flush: torch.Tensor) -> dict[str, Any]:
-    from opkiln_misc.plugin import planner
-
+def measure(row: Row, compiled: bool, flush: torch.Tensor) -> dict[str, Any]:
     torch.manual_seed(0)
     make, candidates = OPS[row.op]
     tensors, params = make(row, "cuda")
-    spec = CATALOGUE[row.op]
     call = call_of(row, tensors, params)
-    want = expected(row, call, tensors, params)
+    fault = fft_fault(tensors) if row.op == "fft" else mhc_fault(row, tensors, params)
 
-    def build(options: dict[str, Any]) -> Callable[[], Any]:
-        launch = planner(row.op).prepare(call, **options)
+    def build(name: str, options: dict[str, Any]) -> Callable[[], Any]:
+        launch = module_of(name).prepare(call, **options)
         return lambda: launch(*tensors)
 
-    runs = {name: lambda o=o: build(o) for name, o in candidates(row).items()}
-    formula = spec.native or spec.reference
-    # The top-k formula is hundreds of kernels and seconds long.
-    long = row.op == "topk_selector"
-    others = {} if long else {"torch": lambda: formula(*tensors, **params)}
-    check = lambda got: fault(row, got, want)  # noqa: E731
-    return common.measure(runs, others, check, flush, 8 if long else common.ITERATIONS)
+    runs = {label: lambda c=c: build(*c) for label, c in candidates(row).items()}
+    others = others_of(row, tensors, params, compiled)
+    return common.measure(runs, others, fault, flush)
+
+
+def all_lines(found: dict[str, Any]) -> str:
+    timed = sorted((c for c in found["candidates"] if "us" in c), key=lambda c: c["us"])
+    return "\n".join(f"    {c['us']:8.2f} low {c['low_us']:8.2f}  {c['name']}" for c in timed[:4])
 
 
 def main() -> None:
-    options = common.options(__doc__)
+    options = common.options(__doc__, "--compile")
     rows = common.chosen(ROWS, options.only)
-    common.warm_all(warm, [(row, o) for row in rows for o in OPS[row.op][1](row).values()])
+    tasks = [(row, name) for row in rows for name in OPS[row.op][1](row)]
+    common.warm_all(warm, tasks)
     flush = common.flush_buffer()
     results = common.Results(options.out / "misc.json")
+    summary = []
     for row in rows:
-        results.add(dataclasses.asdict(row), measure(row, flush))
+        try:
+            found = measure(row, options.compile, flush)
+        except Exception as error:  # the other rows still run
+            print(f"{row.op} {row.label}: {type(error).__name__}: {error}"[:300], flush=True)
+            continue
+        results.add(dataclasses.asdict(row), found)
+        summary.append(common.line(results.rows[-1]) + "\n" + all_lines(found))
         torch.cuda.empty_cache()
     results.show()
+    print("\n".join(summary))
 
 
 if __name__ == "__main__":

@@ -76,19 +76,12 @@ def candidates(row: Row) -> list[Tiling]:
     if len(row.shape) == 2:
         found = [
             Tiling(tokens_lanes * warps * depth, 1, 1, warps)
-            for warps in (1, 2, 4, 8)
-            for depth in (1, 2, 4)
+            for warps, depth in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
         ]
-        found += [dataclasses.replace(t, store_cache=".cs") for t in found[1:7]]
     else:
-        shapes = [
-            (1, 4, 8, 1), (1, 8, 2, 1), (1, 8, 4, 1), (1, 8, 2, 2), (1, 8, 4, 2), (1, 16, 2, 2),
-            (1, 16, 1, 4), (1, 16, 2, 4), (1, 32, 1, 4), (1, 32, 1, 8), (2, 8, 4, 4), (2, 16, 2, 4),
-            (2, 16, 2, 8), (2, 32, 1, 8), (4, 8, 4, 8), (4, 8, 2, 8), (2, 8, 2, 4), (2, 4, 8, 2),
-        ]  # fmt: skip
-        plain = [Tiling(*s) for s in shapes]
-        found = plain + [dataclasses.replace(t, evict="evict_first") for t in plain]
-        found += [dataclasses.replace(t, store_cache=".cs") for t in found]
+        shapes = [(1, 8, 4, 1), (1, 16, 2, 2), (1, 32, 1, 4), (2, 16, 2, 4), (2, 32, 1, 8)]
+        found = [Tiling(*s) for s in shapes]
+        found += [dataclasses.replace(t, store_cache=".cs") for t in found[1:3]]
     return list(dict.fromkeys([plan.tiling, *found]))
 
 

@@ -45,6 +45,19 @@ def test_tilings(tiling):
     assert error(torch.randn(5, 4096, dtype=C64), tiling=tiling) < LIMIT[C64]
 
 
+# CTAs with several transforms and with one; one, two and three passes after the exchange.
+SPREAD = [(16, 2), (16, 8), (16, 16), (8, 2), (8, 8), (4, 2)]
+
+
+@pytest.mark.parametrize(("points", "cluster"), SPREAD, ids=str)
+@pytest.mark.parametrize("dtype", [C64, C128], ids=str)
+def test_a_cluster_for_each_transform(points, cluster, dtype):
+    torch.manual_seed(0)
+    tiling = Tiling(points, cluster=cluster)
+    assert error(torch.randn(3, 4096, dtype=dtype), tiling=tiling) < LIMIT[dtype]
+    assert error(torch.randn(1024, 2, dtype=dtype), 0, tiling) < LIMIT[dtype]
+
+
 def test_two_steps_along_the_first_dim_and_padded():
     torch.manual_seed(0)
     x = torch.randn(9000, 3, dtype=C64)

@@ -30,6 +30,7 @@ class Tiling:
     points: int
     threads: int = 128  # at least so many, where a transform has fewer
     buffers: int = 2
+    cluster: int = 1  # CTAs a transform; more than one: at most `points`, and a CTA takes no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,18 @@ class Step:
     per_cta: int
     threads: int
     shared_bytes: int
+    cluster: int
     sizes: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return (
+            -(-self.transforms // self.per_cta)
+            if self.cluster == 1
+            else self.transforms * self.cluster,
+            1,
+            1,
+        )
 
 
 def rule(n: int) -> Tiling:
@@ -68,19 +80,26 @@ def step(
     """strides: of the points, in and out."""
     if len(dims) > MAX_DIMS:
         raise ValueError(f"the other dims collapse to {len(dims)} strides, at most {MAX_DIMS} fit")
+    spread, points = tiling.cluster > 1, n
+    n = n // tiling.points if spread else n
     lanes = n // tiling.points
-    per_cta = max(tiling.threads // lanes, 1)
-    padded = n + n // 16 + 1
-    buffers = tiling.buffers
-    if buffers * per_cta * padded * dtype.itemsize > MAX_SHARED_BYTES:
-        buffers = 1
     inner = dims[-1] if dims else (1, 0, 0)
+    per_cta = tiling.points // tiling.cluster if spread else max(tiling.threads // lanes, 1)
+    # Without bank conflicts for the lanes of one access, that are neighbours of per_cta transforms.
+    pitch = n + n // 16 + (max(128 // dtype.itemsize // per_cta, 1) if spread else 1)
+    buffers = 2 if spread else tiling.buffers
+    if buffers * per_cta * pitch * dtype.itemsize > MAX_SHARED_BYTES:
+        buffers = 1
     macros = {
         "REAL": REALS[dtype],
         "N": n,
         "POINTS": tiling.points,
         "PER_CTA": per_cta,
-        "COLUMNS": int(inner[1] < strides[0] or inner[2] < strides[1]),
+        "PITCH": pitch,
+        "CLUSTER": tiling.cluster,
+        "COLUMNS": int(spread or inner[1] < strides[0] or inner[2] < strides[1]),
+        "DIMS": len(dims),
+        "DENSE": int(strides == (1, 1) and present == points),
         "BUFFERS": buffers,
         "TOTAL": total,
     }
@@ -90,8 +109,8 @@ def step(
         transforms, *[d[0] for d in full[1:]], *[d[1] for d in full], *[d[2] for d in full],
         *strides, present,
     )  # fmt: skip
-    shared = buffers * per_cta * padded * dtype.itemsize
-    return Step(macros, transforms, per_cta, lanes * per_cta, shared, sizes)
+    shared = buffers * per_cta * pitch * dtype.itemsize
+    return Step(macros, transforms, per_cta, lanes * per_cta, shared, tiling.cluster, sizes)
 
 
 def plan_for(call: Any, tiling: Tiling | None = None) -> list[Step]:
@@ -131,8 +150,7 @@ def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tens
     runs = []
     for s in steps:
         kernel = cuda.load(source("fft"), "fft", call.device, s.macros)
-        grid = (-(-s.transforms // s.per_cta), 1, 1)
-        runs.append(kernel.configure(grid, (s.threads, 1, 1), s.shared_bytes))
+        runs.append(kernel.configure(s.grid, (s.threads, 1, 1), s.shared_bytes, s.cluster))
     (meta,) = call.outputs
 
     def launch(x: torch.Tensor) -> torch.Tensor:

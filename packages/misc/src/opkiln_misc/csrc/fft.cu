@@ -5,14 +5,20 @@
 // share a CTA. The transforms are the indices of up to four dims, each with its strides. Points from
 // `present` on are zeros (a padded input).
 //
-// Macros: REAL; N; POINTS: the largest radix, at most 16 and N; PER_CTA; COLUMNS: neighbouring threads
-// take neighbouring transforms, not points; BUFFERS: 2: exchanges take turns, one barrier each;
+// CLUSTER > 1: a cluster of CTAs serves one transform of POINTS * N points. Its first pass leaves POINTS
+// transforms of N points, PER_CTA = POINTS / CLUSTER of them in the shared memory of each CTA, so that
+// one exchange crosses the cluster and the other passes stay within a CTA.
+//
+// Macros: REAL; N; POINTS: the largest radix, at most 16 and N; PER_CTA; PITCH: complex numbers of shared
+// memory a transform; CLUSTER; COLUMNS: neighbouring threads take neighbouring transforms, not points;
+// DIMS: how many of the four have more than one index, the last ones; DENSE: all points are there, next to
+// each other, in and out;
+// BUFFERS: 2: exchanges take turns, one barrier each;
 // TOTAL: 0, or this is the first step of a transform of TOTAL points, over every TOTAL / N-th of them
 // from column c, the innermost index, on: output k is also turned by exp(-2 pi i k c / TOTAL).
 
 constexpr int LANES = N / POINTS;  // threads of a transform
 constexpr int PAD = 16;            // an unused complex number after so many: no bank conflicts
-constexpr int PITCH = N + N / PAD + 1;  // odd, for COLUMNS
 
 struct alignas(2 * sizeof(REAL)) Complex { REAL x, y; };
 DEVICE Complex operator+(Complex a, Complex b) { return {a.x + b.x, a.y + b.y}; }
@@ -81,14 +87,18 @@ DEVICE void dft(Complex* v) {
     }
 }
 
-// Term i by root(i k, of). Two roots are computed, the others are products of at most four of them.
+// root(k, of) and root(4 k, of); the other powers are products of at most four of them.
+struct Turn { Complex one, four; };
 template <int R>
-DEVICE void turn(Complex* v, int k, int of) {
-    const Complex one = root(k, of);
-    Complex low[4] = {{1, 0}, one, one * one, {}};
-    low[3] = low[2] * one;
-    Complex high[4] = {{1, 0}, {1, 0}, {1, 0}, {1, 0}};
-    if (R > 4) high[1] = root(4 * k, of);
+DEVICE Turn turn_of(int k, int of) {
+    return {root(k, of), R > 4 ? root(4 * k, of) : Complex{1, 0}};
+}
+// Term i by root(i k, of). PLACED: term i lies at place<R>(i).
+template <int R, bool PLACED>
+DEVICE void turn(Complex* v, const Turn& by) {
+    Complex low[4] = {{1, 0}, by.one, by.one * by.one, {}};
+    low[3] = low[2] * by.one;
+    Complex high[4] = {{1, 0}, by.four, {1, 0}, {1, 0}};
     if (R > 8) {
         high[2] = high[1] * high[1];
         high[3] = high[2] * high[1];
@@ -96,7 +106,8 @@ DEVICE void turn(Complex* v, int k, int of) {
 #pragma unroll
     for (int i = 1; i < R; ++i) {
         const Complex w = i < 4 ? low[i] : i % 4 == 0 ? high[i / 4] : high[i / 4] * low[i % 4];
-        v[i] = v[i] * w;
+        Complex& term = v[PLACED ? place<R>(i) : i];
+        term = term * w;
     }
 }
 
@@ -111,14 +122,27 @@ struct Transform {
     bool exists;
 };
 
+DEVICE constexpr int radix(int span) { return N / span < POINTS ? N / span : POINTS; }
+constexpr int MOST_PASSES = 14;  // of radix 2: ptxas keeps what is used
+
+// The turns of the passes from SPAN on, so that they are computed while the points are on their way.
+template <int SPAN>
+DEVICE void prepare_turns(Turn* turns, int lane) {
+    if constexpr (SPAN < N) {
+        constexpr int R = radix(SPAN);
+        if (SPAN > 1 && R == POINTS) *turns = turn_of<R>(lane % SPAN, SPAN * R);
+        prepare_turns<SPAN * R>(turns + 1, lane);
+    }
+}
+
 // The passes from the one on whose inputs are SPAN points that have been transformed.
 template <int SPAN>
-DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, int lane) {
-    constexpr int R = N / SPAN < POINTS ? N / SPAN : POINTS;
+DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, int lane, const Turn* turns) {
+    constexpr int R = radix(SPAN);
 #pragma unroll
     for (int b = 0; b < POINTS / R; ++b) {
-        const int j = lane + b * LANES, k = j % SPAN;
-        if (SPAN > 1) turn<R>(v + b * R, k, SPAN * R);
+        const int k = (lane + b * LANES) % SPAN;
+        if (SPAN > 1) turn<R, false>(v + b * R, R == POINTS ? *turns : turn_of<R>(k, SPAN * R));
         dft<R>(v + b * R);
     }
     if constexpr (SPAN * R == N) {
@@ -133,7 +157,7 @@ DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, in
             }
         }
     } else {
-        constexpr int NEXT = N / (SPAN * R) < POINTS ? N / (SPAN * R) : POINTS;
+        constexpr int NEXT = radix(SPAN * R);
         if (BUFFERS == 1 && SPAN > 1) __syncthreads();  // all have read the last exchange
 #pragma unroll
         for (int b = 0; b < POINTS / R; ++b) {
@@ -150,34 +174,61 @@ DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, in
         // With two buffers the one after next is free again: a barrier lies between.
         Complex* next = buffer;
         if (BUFFERS == 2) next = SPAN == 1 || SPAN == POINTS * POINTS ? buffer + PER_CTA * PITCH : buffer - PER_CTA * PITCH;
-        passes<SPAN * R>(v, next, t, lane);
+        passes<SPAN * R>(v, next, t, lane, turns + 1);
     }
+}
+
+// The first pass of POINTS * N points, of which this thread holds every N-th from `column` on; then the
+// points of the thread's own transform of N.
+DEVICE void spread(Complex (&v)[POINTS], Complex* buffers, int column, int own, int lane, const Turn& by) {
+    dft<POINTS>(v);
+    turn<POINTS, true>(v, by);
+    cluster_wait();  // all CTAs run
+#pragma unroll
+    for (int i = 0; i < POINTS; ++i) {
+        peer(buffers, i / PER_CTA)[i % PER_CTA * PITCH + padded(column)] = v[place<POINTS>(i)];
+    }
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll
+    for (int i = 0; i < POINTS; ++i) v[i] = buffers[own * PITCH + padded(lane + i * LANES)];
 }
 
 extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
     const Complex* in, Complex* out, i64 transforms, i64 size1, i64 size2, i64 size3, i64 in0, i64 in1, i64 in2,
     i64 in3, i64 out0, i64 out1, i64 out2, i64 out3, i64 in_stride, i64 out_stride, i64 present, double scale) {
+    if (CLUSTER > 1) cluster_arrive();
     const int lane = COLUMNS ? threadIdx.x / PER_CTA : threadIdx.x % LANES;
     const int own = COLUMNS ? threadIdx.x % PER_CTA : threadIdx.x / LANES;
-    const i64 row = blockIdx.x * static_cast<i64>(PER_CTA) + own;
-    const i64 i3 = row % size3, i2 = row / size3 % size2, i1 = row / size3 / size2 % size1;
-    const i64 i0 = row / size3 / size2 / size1;
+    const i64 row = CLUSTER > 1 ? blockIdx.x / CLUSTER : blockIdx.x * static_cast<i64>(PER_CTA) + own;
+    // A 64-bit division takes as long as a pass: none where one dim is left.
+    const i64 i3 = DIMS > 1 ? row % size3 : row, rest = DIMS > 1 ? row / size3 : 0;
+    const i64 i2 = DIMS > 2 ? rest % size2 : rest, i1 = DIMS > 2 ? rest / size2 % size1 : 0;
+    const i64 i0 = DIMS > 3 ? rest / size2 / size1 : 0;
+    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int term = CLUSTER > 1 ? rank * PER_CTA + own : 0;
+    const int column = CLUSTER > 1 ? rank * LANES * PER_CTA + threadIdx.x : lane;
     Transform t;
-    t.exists = row < transforms;
+    t.exists = PER_CTA == 1 || CLUSTER > 1 || row < transforms;
     t.in = in + (t.exists ? i0 * in0 + i1 * in1 + i2 * in2 + i3 * in3 : 0);
-    t.out = out + i0 * out0 + i1 * out1 + i2 * out2 + i3 * out3;
+    t.out = out + i0 * out0 + i1 * out1 + i2 * out2 + i3 * out3 + term * (DENSE ? 1 : out_stride);
     t.in_stride = in_stride;
-    t.out_stride = out_stride;
+    t.out_stride = (DENSE ? 1 : out_stride) * (CLUSTER > 1 ? POINTS : 1);
     t.present = static_cast<int>(TOTAL ? (present - i3 + TOTAL / N - 1) / (TOTAL ? TOTAL / N : 1) : present);
     t.column = static_cast<int>(i3);
     t.scale = static_cast<REAL>(scale);
     Complex v[POINTS];
 #pragma unroll
     for (int i = 0; i < POINTS; ++i) {
-        const int j = lane + i * LANES;
+        const int j = column + i * (CLUSTER > 1 ? N : LANES);
         v[i] = Complex{0, 0};
-        if (j < t.present) v[i] = t.in[j * in_stride];
+        if (DENSE) v[i] = t.in[j];
+        else if (j < t.present) v[i] = t.in[j * t.in_stride];
     }
-    Complex* buffer = reinterpret_cast<Complex*>(dynamic_shared()) + own * PITCH;
-    passes<1>(v, buffer, t, lane);
+    Turn turns[MOST_PASSES];
+    prepare_turns<1>(turns, lane);
+    Complex* buffers = reinterpret_cast<Complex*>(dynamic_shared());
+    // What the cluster writes lies behind the buffer of the next exchange.
+    if (CLUSTER > 1) spread(v, buffers + PER_CTA * PITCH, column, own, lane, turn_of<POINTS>(column, N * POINTS));
+    passes<1>(v, buffers + own * PITCH, t, lane, turns);
 }

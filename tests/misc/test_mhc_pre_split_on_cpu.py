@@ -1,0 +1,62 @@
+"""csrc/mhc_pre_split.cu itself, run on the CPU."""
+
+import pytest
+import torch
+from misc.on_cpu import conformance, needs_compiler
+from opkiln.ops import CATALOGUE
+from opkiln.spec import Call
+from opkiln_misc import mhc_pre_split, plugin
+from opkiln_misc.mhc_pre_split import Tiling
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
+SMALL = Tiling(rows=2, threads=64, unroll=2, mix_threads=96)
+
+
+@pytest.mark.parametrize("case", conformance("mhc_pre", torch.float32, torch.bfloat16))
+def test_conformance(case, monkeypatch):
+    monkeypatch.setitem(plugin.MODULES, "mhc_pre", "mhc_pre_split")
+    monkeypatch.setattr(mhc_pre_split, "rule", lambda batch: SMALL)
+    assert case.run() == ""
+
+
+def call_of(batch: int, streams: int, columns: int, repeat: int = 2) -> tuple[Call, list]:
+    torch.manual_seed(0)
+    width, m = streams * columns, streams * streams + 2 * streams
+    tensors = [torch.randn(width, m) / width**0.5, torch.randn(batch, width), torch.randn(m)]
+    params = dict(
+        alpha_pre=0.7, alpha_post=1.1, alpha_res=0.9, sinkhorn_repeat=repeat, sinkhorn_eps=0.02,
+        return_h_post=True,
+    )  # fmt: skip
+    return Call.of(CATALOGUE["mhc_pre"], tensors, params), tensors
+
+
+@pytest.mark.parametrize(("streams", "columns"), [(3, 20), (8, 20), (8, 21), (2, 1000), (4, 2)])
+def test_sizes(streams, columns):
+    """Several vectors a lane, several slabs, fewer columns than threads."""
+    call, tensors = call_of(3, streams, columns)
+    got = mhc_pre_split.prepare(call, Tiling(4, 96, 3, 96))(*tensors)
+    wide = [t.double() for t in tensors]
+    want = call.spec.reference(*wide, **vars(call.params))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_phi_without_vectors():
+    """80 columns one by one: three a lane."""
+    call, (phi, x, b) = call_of(2, 8, 20)
+    shifted = torch.empty(160, 81)[:, 1:].copy_(phi)
+    call = Call.of(call.spec, [shifted, x, b], vars(call.params))
+    assert mhc_pre_split.plan_for(call).macros["PHI_VECTOR"] == 1
+    got = mhc_pre_split.prepare(call, SMALL)(shifted, x, b)
+    for g, w in zip(got, call.spec.reference(phi, x, b, **vars(call.params)), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_do_not_depend_on_the_batch():
+    call, tensors = call_of(5, 4, 24)
+    many = mhc_pre_split.prepare(call, Tiling(4, 64))(*tensors)
+    phi, x, b = tensors
+    one, _ = call_of(1, 4, 24)
+    alone = mhc_pre_split.prepare(one, Tiling(1, 64))(phi, x[:1], b)
+    for a, m in zip(alone, many, strict=True):
+        assert torch.equal(a, m[:1])
