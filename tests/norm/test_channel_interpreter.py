@@ -1,128 +1,39 @@
-"""The channel norms against the spec's reference in float64, every view and branch of the kernels.
+"""The channel norms against the spec's reference in float64: every layout, view and kind of tiling.
 
 Runs in Triton's interpreter on a machine without a GPU, on the GPU elsewhere.
 """
 
 import dataclasses
-import math
-from typing import Any
 
 import pytest
 import torch
+from norm.channel_cases import (
+    BF16,
+    DEVICE,
+    F16,
+    F32,
+    X,
+    affine,
+    backward,
+    batch_norm,
+    channels_last,
+    group_norm,
+    instance_norm,
+    nan_filled_memory,
+    only_tiling,
+    random,
+)
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_norm import channel_norm, channel_plan
-from opkiln_norm.channel_plan import ChannelPlan, Tiling, backward_plan, forward_plan, rule
-from opkiln_norm.plugin import supports_channel_norm
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-# The interpreter truncates f32 to bf16 (one ulp) where the GPU rounds (half an ulp).
-RTOL = {F16: 2**-11, BF16: 2**-7 if DEVICE == "cpu" else 2**-8, F32: 2**-19}
-RUNNING = ("running_mean", "running_var")
+from opkiln_norm.channel_plan import Tiling, forward_plan
 
 
 @pytest.fixture(autouse=True)
-def nan_filled_memory():
-    """Outputs and workspaces start as NaN, so that an element left unwritten fails."""
-    torch.manual_seed(0)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
+def unwritten_is_nan():
+    yield from nan_filled_memory()
 
 
-def random(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def channels_last(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous(memory_format=torch.channels_last)
-
-
-def run(
-    op: str,
-    tensors: list[torch.Tensor | None],
-    *,
-    needs_grad: bool = True,
-    rtol: float | None = None,
-    atol: float = 2**-17,
-    **params: Any,
-) -> ChannelPlan:
-    """Launch, compare outputs, saved and running statistics with float64; return the plan."""
-    spec = CATALOGUE[op]
-    backward = op == "batch_norm_backward"
-    call = Call.of(spec, tensors, params, needs_grad=needs_grad)
-    assert supports_channel_norm(call) is None
-    plan = backward_plan(call) if backward else forward_plan(call)
-    wide = [None if t is None else t.double() for t in tensors]
-    before = [None if t is None else t.clone() for t in tensors]
-    prepare = channel_norm.prepare_backward if backward else channel_norm.prepare_forward
-    results = prepare(call)(*tensors)
-    results = results if isinstance(results, tuple) else (results,)
-    expected = [w for w in spec.reference(*wide, **params) if w is not None]
-    for got, want, meta in zip(results, expected, call.outputs, strict=False):
-        assert (got.shape, got.dtype, got.stride()) == (meta.shape, meta.dtype, meta.stride)
-        torch.testing.assert_close(got.double(), want, rtol=rtol or RTOL[got.dtype], atol=atol)
-    assert len(results) == len(call.outputs)
-    for name, t, old, want in zip(spec.tensor_names, tensors, before, wide, strict=True):
-        if t is not None and name in spec.mutates(call):
-            assert not torch.equal(t, old)
-            bound = {"rtol": rtol or RTOL[t.dtype], "atol": atol}
-            torch.testing.assert_close(t.double(), want, **bound)
-        else:
-            assert t is None or torch.equal(t, old)
-    return plan
-
-
-def running(c: int, dtype: torch.dtype = F32) -> list[torch.Tensor]:
-    return [random(c, dtype=dtype), random(c, dtype=dtype).abs() + 0.5]
-
-
-def affine(c: int, dtype: torch.dtype = F32) -> list[torch.Tensor]:
-    return [random(c, dtype=dtype), random(c, dtype=dtype)]
-
-
-def batch_norm(x: torch.Tensor, *params: torch.Tensor | None, **options: Any) -> ChannelPlan:
-    """params: running mean and variance, weight, bias; by default all of them."""
-    given = params or (*running(x.shape[1]), *affine(x.shape[1]))
-    options = {"training": True, "momentum": 0.2, "eps": 1e-5} | options
-    return run("batch_norm", [x, *given], **options)
-
-
-def instance_norm(x: torch.Tensor, *params: torch.Tensor | None, **options: Any) -> ChannelPlan:
-    given = params or (*running(x.shape[1]), *affine(x.shape[1]))
-    options = {"use_input_stats": True, "momentum": 0.2, "eps": 1e-5} | options
-    return run("instance_norm", [x, *given], **options)
-
-
-def group_norm(x: torch.Tensor, groups: int, *params: Any, **options: Any) -> ChannelPlan:
-    given = params or affine(x.shape[1])
-    return run("group_norm", [x, *given], num_groups=groups, **({"eps": 1e-5} | options))
-
-
-def backward(
-    x: torch.Tensor,
-    g: torch.Tensor | None = None,
-    weight: bool = True,
-    training: bool = True,
-    output_mask: tuple[bool, ...] = (True, True, True),
-    **options: Any,
-) -> ChannelPlan:
-    c = x.shape[1]
-    tensors = [
-        torch.empty_like(x).copy_(random(*x.shape)) if g is None else g,
-        x,
-        random(c) if weight else None,
-        random(c),
-        random(c).abs() + 0.5,
-    ]
-    options = {"training": training, "output_mask": output_mask} | options
-    return run("batch_norm_backward", tensors, **options)
-
-
-X = (3, 6, 5, 7)
 LAYOUTS = {  # id: input; the kernel sees 35 columns that no vector covers, or strides of all kinds
     "contiguous": lambda: random(*X),
     "channels-last": lambda: channels_last(random(*X)),
@@ -215,56 +126,40 @@ def test_view(case):
     assert {k: view[k] for k in expected} == expected
 
 
-@pytest.fixture
-def use_tiling(monkeypatch):
-    """Every call gets this tiling, where its view can have it."""
-
-    def put(tiling: Tiling) -> None:
-        def plan_of(
-            op: str, view: Any, itemsize: int, tensors: int, given: bool = False
-        ) -> ChannelPlan:
-            whole = view.per_group if view.segment else 1
-            rows = max(min(tiling.block_m, channel_plan.power_of_two(view.rows)), whole)
-            used = dataclasses.replace(tiling, block_m=channel_plan.power_of_two(rows))
-            if given:
-                used = dataclasses.replace(used, stream=0, slices=tiling.slices or 1)
-            return ChannelPlan(view, used, "test", given)
-
-        monkeypatch.setattr(channel_plan, "plan_of", plan_of)
-        if tiling.slices:
-            monkeypatch.setattr(channel_plan, "resident", lambda *args: False)
-
-    return put
-
-
-SLICED = {  # id: tiling; 35 columns make 3 blocks of 16, 105 make 7
-    "two-kernels": Tiling(2, 8, 2, chunks=2, slices=3),
-    "more-slices-than-tiles": Tiling(4, 32, 1, slices=9),
-    "one-slice": Tiling(1, 16, 1, slices=1, store_cache=".cs", evict="evict_first"),
-    "one-kernel": Tiling(2, 8, 1, chunks=2, slices=1, stream=1),
+SLICED = {  # id: tiling; 15 columns make 2 blocks of 8, 45 make 6: the last is not full
+    "two-kernels": Tiling(2, 4, 2, chunks=2, slices=2),
+    "more-slices-than-tiles": Tiling(4, 16, 1, slices=5),
+    "one-slice": Tiling(1, 8, 1, slices=1, store_cache=".cs", evict="evict_first"),
+    "one-kernel": Tiling(2, 4, 1, chunks=2, slices=1, stream=1),
+}
+SMALL = {  # few elements: the interpreter takes a millisecond for each operation on a tile
+    "contiguous": lambda: random(3, 2, 3, 5),
+    "channels-last": lambda: channels_last(random(3, 2, 3, 5)),
+    "2-d": lambda: random(9, 4),
+    "expanded": lambda: random(3, 2, 3, 1).expand(3, 2, 3, 5),
 }
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels-last", "2-d", "expanded"])
+@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("tiling", SLICED.values(), ids=SLICED)
-def test_slices(layout, tiling, use_tiling):
-    use_tiling(tiling)
-    x = LAYOUTS[layout]()
-    plans = [batch_norm(x), backward(x), group_norm(x, 2), batch_norm(x, training=False)]
+def test_slices(make, tiling, monkeypatch):
+    only_tiling(monkeypatch, tiling)
+    x = make()
+    plans = [batch_norm(x), backward(x), group_norm(x, 1), batch_norm(x, training=False)]
     if x.ndim > 2:
         plans.append(instance_norm(x))
     assert all(p.tiling.slices and p.source == "test" for p in plans)
 
 
-def test_slices_that_tiles_cover_exactly(use_tiling):
-    use_tiling(Tiling(2, 8, 1, chunks=2, slices=3))
-    x = random(4, 3, 64)
-    assert batch_norm(x).even and backward(x).even and group_norm(x, 3, None, None).even
+def test_slices_that_tiles_cover_exactly(monkeypatch):
+    only_tiling(monkeypatch, Tiling(2, 4, 1, chunks=2, slices=3))
+    x = random(4, 2, 24)
+    assert batch_norm(x).even and backward(x).even and group_norm(x, 2, None, None).even
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="one program at a time in the interpreter")
-def test_stream_of_many_programs(use_tiling):
-    use_tiling(Tiling(1, 1024, 4, slices=1, stream=2))
+def test_stream_of_many_programs(monkeypatch):
+    only_tiling(monkeypatch, Tiling(1, 1024, 4, slices=1, stream=2))
     for _ in range(3):  # the counters are 0 again after each
         batch_norm(random(4, 37, 90000), rtol=1e-5)
         backward(random(4, 37, 90000), rtol=1e-4, atol=0.05)
@@ -278,8 +173,8 @@ RESIDENT = {
 
 
 @pytest.mark.parametrize("tiling", RESIDENT.values(), ids=RESIDENT)
-def test_resident(tiling, use_tiling):
-    use_tiling(tiling)
+def test_resident(tiling, monkeypatch):
+    only_tiling(monkeypatch, tiling)
     x = random(*X, dtype=F16 if tiling.packed else F32)
     for plan in (batch_norm(x), backward(x), group_norm(x, 3), instance_norm(x)):
         assert plan.source == "test" and plan.tiling.slices == 0
@@ -313,142 +208,3 @@ def test_constexprs_are_in_the_kernels_order(kernel):
     names = list(getattr(channel_norm, kernel).arg_names)
     constexprs = forward_plan(call).constexprs()
     assert names[-len(constexprs) :] == list(constexprs)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_parameters_of_another_dtype(dtype):
-    x = random(3, 4, 6, dtype=dtype)
-    batch_norm(x, *running(4), *affine(4))
-    batch_norm(x, *running(4, dtype), *affine(4, dtype), rtol=2**-7)
-    batch_norm(random(3, 4, 6), None, None, random(4, dtype=dtype), None)
-    group_norm(x, 2, None, random(4))
-    instance_norm(x, *running(4), random(4, dtype=dtype), None)
-
-
-def test_strided_parameters():
-    columns = random(6, 4).abs()
-    batch_norm(random(*X), *(columns[:, i] for i in range(4)))
-    instance_norm(random(*X), *(columns[:, i] for i in range(4)), use_input_stats=False)
-
-
-@pytest.mark.parametrize("mask", [(True, False, False), (False, True, True), (True, True, False)])
-@pytest.mark.parametrize("slices", [0, 2])
-def test_backward_of_some(mask, slices, use_tiling):
-    use_tiling(Tiling(4, 64, 1, slices=slices))
-    backward(random(*X), output_mask=mask)
-
-
-def test_backward_gradient_of_another_layout():
-    backward(channels_last(random(*X)), random(*X))
-    backward(random(*X), channels_last(random(*X)))
-    backward(random(*X), random(1).expand(X))
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("slices", [0, 2])
-def test_backward_without_weight(training, slices, use_tiling):
-    use_tiling(Tiling(4, 64, 1, slices=slices))
-    backward(random(*X), weight=False, training=training)
-
-
-@pytest.mark.parametrize("slices", [0, 3])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_large_mean(slices, layout, use_tiling):
-    """Mean 1e4, deviation 1: E[x^2] - E[x]^2 in f32 has an error of 6 in the variance."""
-    use_tiling(Tiling(4, 32 if slices else 512, 1, slices=slices))
-    x = (random(4, 6, 8, 16) + 1e4).contiguous(memory_format=layout)
-    rounding = 1e4 * 2**-23  # of the f32 mean itself
-    for norm in (batch_norm, instance_norm):
-        norm(x, None, None, None, None, atol=4 * rounding, rtol=1e-4)
-    group_norm(x, 3, None, None, atol=4 * rounding, rtol=1e-4)
-
-
-def test_constant_input():
-    """Variance exactly 0: eps alone decides."""
-    batch_norm(torch.full((3, 5, 40), 3.0, device=DEVICE), eps=1e-6)
-    instance_norm(torch.full((3, 5, 40), 3.0, device=DEVICE), eps=1e-6)
-
-
-@pytest.mark.parametrize("slices", [0, 2])
-def test_nan_and_inf_stay_in_their_channel(slices, use_tiling):
-    use_tiling(Tiling(4, 8, 1, chunks=1 if slices else 4, slices=slices))
-    x = random(3, 4, 30)
-    x[1, 1, 3] = math.nan
-    x[2, 2, 5] = math.inf
-    params = {"training": True, "momentum": 0.1, "eps": 1e-5}
-    tensors = [x, *running(4), None, None]
-    wide = [None if t is None else t.double() for t in tensors]
-    call = Call.of(CATALOGUE["batch_norm"], tensors, params)
-    y = channel_norm.prepare_forward(call)(*tensors)
-    want = CATALOGUE["batch_norm"].reference(*wide, **params)[0]
-    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert y[:, 1:3].isnan().all() and y[:, [0, 3]].isfinite().all()
-    assert tensors[1][[0, 3]].isfinite().all() and tensors[1][1].isnan()
-
-
-def test_momentum_of_one_and_zero():
-    x = random(*X)
-    batch_norm(x, momentum=1.0)
-    params = {"training": True, "momentum": 0.0, "eps": 1e-5}
-    tensors = [x, *running(6), None, None]
-    before = tensors[1].clone()
-    channel_norm.prepare_forward(Call.of(CATALOGUE["batch_norm"], tensors, params))(*tensors)
-    assert torch.equal(tensors[1], before)
-
-
-@pytest.mark.parametrize("slices", [0, 1])
-def test_beyond_2_31_elements(slices, use_tiling, monkeypatch):
-    """Sample 2 starts 2^31 elements in. The 4 GiB are reserved; only the samples are touched."""
-    use_tiling(Tiling(4, 16, 1, slices=slices))
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    x = torch.empty(2**31 + 64, dtype=F16, device=DEVICE).as_strided((3, 4, 16), (2**30, 16, 1))
-    x.copy_(random(3, 4, 16))
-    params = {"training": True, "momentum": 0.1, "eps": 1e-5}
-
-    def result(t: torch.Tensor) -> torch.Tensor:
-        call = Call.of(CATALOGUE["batch_norm"], [t, *[None] * 4], params)
-        return channel_norm.prepare_forward(call)(t, None, None, None, None)
-
-    assert torch.equal(result(x), result(x.contiguous()))
-
-
-REFUSED = {  # id: (input, weight, words of the refusal)
-    "f64": (lambda: random(2, 3, 4).double(), lambda: None, "torch.float64"),
-    "f64-weight": (lambda: random(2, 3, 4), lambda: random(3).double(), "weight"),
-    "empty": (lambda: random(0, 3, 4), lambda: None, "no elements"),
-    "meta-device": (lambda: torch.empty(2, 3, 4, device="meta"), lambda: None, "meta"),
-    "2^31-samples": (
-        lambda: torch.empty(2**31, 1, 2, dtype=F16, device="meta").transpose(1, 2),
-        lambda: None,
-        "fit the index",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_refused(case):
-    make, weight, words = case
-    x = make()
-    params = {"num_groups": 1, "eps": 1e-5}
-    refusal = supports_channel_norm(Call.of(CATALOGUE["group_norm"], [x, weight(), None], params))
-    assert words in refusal.reason
-    assert "\n" not in refusal.reason
-
-
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_rule_covers_every_shape(dtype, layout):
-    """Resident tiles hold their set; slices are never more than tiles; at most 32 warps."""
-    for n, c, s in ((1, 1, 2), (2, 3, 1), (8, 64, 32), (4, 256, 28), (3, 5, 7), (64, 2048, 7),
-                    (4, 128, 1024), (512, 16, 56), (2, 70000, 3), (100000, 4, 1)):  # fmt: skip
-        x = torch.empty(n, c, s, s, dtype=dtype, device="meta").to(memory_format=layout)
-        params = {"training": True, "momentum": 0.1, "eps": 1e-5}
-        call = Call.of(CATALOGUE["batch_norm"], [x, *[None] * 4], params, real=False)
-        plan = forward_plan(call)
-        t, v = plan.tiling, plan.view
-        assert t.num_warps in (1, 2, 4, 8, 16, 32)
-        if t.slices:
-            assert 1 <= t.slices <= plan.items
-        else:
-            assert t.block_n * t.chunks >= v.cols and (not v.pool or t.block_m >= v.rows)
-        assert rule(v, dtype.itemsize, 1, given=True).slices >= 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from opkiln.spec import Call, TensorMeta
 
+from opkiln_norm import channel_cuda
 from opkiln_norm.channel_backward import (
     gradient_kernel,
     resident_backward_kernel,
@@ -108,6 +109,9 @@ class Slices:
 
 def prepare_forward(call: Call) -> Launch:
     """Plan a batch_norm, group_norm or instance_norm call."""
+    launch_cuda = channel_cuda.prepare(call)
+    if launch_cuda is not None:
+        return launch_cuda
     plan = sliced(forward_plan(call), call.device)
     view, params, t = plan.view, call.params, call.tensors
     running = getattr(t, "running_mean", None) is not None
@@ -187,6 +191,9 @@ def first_pass(constexprs: dict[str, Any]) -> tuple[Any, ...]:
 
 def prepare_backward(call: Call) -> Launch:
     """Plan a batch_norm_backward call."""
+    launch_cuda = channel_cuda.prepare(call)
+    if launch_cuda is not None:
+        return launch_cuda
     plan = sliced(backward_plan(call), call.device)
     view, t, training = plan.view, call.tensors, call.params.training
     device = call.device

@@ -154,7 +154,11 @@ def resident_rule(view: View, itemsize: int, vector: int) -> Tiling:
         least = 4 if view.steps[0].dense == 0 else 1
         sets = min(max(8 * 32 * vector // (block_m * block_n), least), power_of_two(view.rows))
         sets = 1 << (sets.bit_length() - 1)
-        block_m *= sets if block_m * sets * block_n <= RESIDENT_ELEMENTS else 1
+        # Groups of rows need registers of their own: the sum over a group is a matrix.
+        most = RESIDENT_ELEMENTS // (2 if view.segment else 1)
+        while sets > 1 and block_m * sets * block_n > most:
+            sets //= 2
+        block_m *= sets
     warp = 32 * vector  # elements that a warp loads at once
     eighth = block_n // 8
     if view.cols <= 7 * eighth and block_m * eighth >= 8 * warp:  # fewer idle lanes
@@ -165,10 +169,16 @@ def resident_rule(view: View, itemsize: int, vector: int) -> Tiling:
 
 
 @functools.cache
-def tuning_rows() -> tuple[dict[str, Any], ...]:
-    """The rows of tuning/channel_sm90.json."""
+def tuning_table() -> dict[str, Any]:
+    """tuning/channel_sm90.json."""
     text = resources.files("opkiln_norm").joinpath("tuning/channel_sm90.json").read_text("utf-8")
-    return tuple(json.loads(text)["rows"])
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def tuning_rows() -> list[dict[str, Any]]:
+    """The table's tilings of the Triton kernels."""
+    return list(tuning_table()["rows"])
 
 
 def plan_of(op: str, view: View, itemsize: int, tensors: int, given: bool = False) -> ChannelPlan:

@@ -7,8 +7,6 @@ time along the cols. See channel_plan for what outer, rows and cols are. Offsets
 import triton
 import triton.language as tl
 
-from opkiln_norm.row_tiles import row_offsets
-
 
 @triton.jit
 def place(unit, row_blocks, ONE_OUTER: tl.constexpr, ROWS: tl.constexpr):
@@ -23,16 +21,26 @@ def place(unit, row_blocks, ONE_OUTER: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def nested_offsets(index, inner_sizes, strides):
+    """Offset of each index over nested dims, outermost first, whose size is not needed."""
+    offsets = index.to(tl.int64) * 0
+    for d in tl.static_range(len(inner_sizes), 0, -1):
+        offsets += (index % inner_sizes[d - 1]).to(tl.int64) * strides[d]
+        index = index // inner_sizes[d - 1]
+    return offsets + index.to(tl.int64) * strides[0]
+
+
+@triton.jit
 def row_pointers(ptr, outer, i, outer_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr):
     """Pointer [BLOCK_M, 1] to the first col of each row."""
-    base = ptr + row_offsets(outer, outer_sizes, steps[0]) * ALIGN
+    base = ptr + nested_offsets(outer, outer_sizes, steps[0]) * ALIGN
     return base + i if DENSE == 0 else base + i.to(tl.int64) * steps[1] * ALIGN
 
 
 @triton.jit
 def col_pointers(rows, j, col_sizes, steps, DENSE: tl.constexpr, ALIGN: tl.constexpr):
     """Pointers [BLOCK_M, BLOCK_N] to cols j of the rows."""
-    return rows + j if DENSE == 1 else rows + row_offsets(j, col_sizes, steps[2]) * ALIGN
+    return rows + j if DENSE == 1 else rows + nested_offsets(j, col_sizes, steps[2]) * ALIGN
 
 
 @triton.jit
