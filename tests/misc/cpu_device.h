@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -49,8 +48,6 @@ struct Block {
     u32 rank;
 };
 
-struct Copy { void* to; const void* from; };
-
 struct Fiber {
     ucontext_t context;
     Block* block;
@@ -58,7 +55,6 @@ struct Fiber {
     int cluster_generation = 0;
     bool done = false;
     std::unique_ptr<char[]> stack;
-    std::deque<std::vector<Copy>> copies = std::deque<std::vector<Copy>>(1);  // the last: not committed
 };
 
 struct State {
@@ -184,29 +180,6 @@ inline int __syncthreads_count(int p) { return cpu::wait(cpu::state.self->block-
 inline int __syncthreads_or(int p) { return __syncthreads_count(p) != 0; }
 inline int __syncthreads_and(int p) { return __syncthreads_count(!p) == 0; }
 inline void __syncwarp(u32 = ALL_LANES) { u64 all[32]; cpu::exchange(0, all); }
-
-// Bytes arrive when they are waited for, and not before: until then the place holds NaN.
-inline void copy_async(void* to, const void* from) {
-    std::memset(to, 0xff, 16);
-    cpu::state.self->copies.back().push_back({to, from});
-}
-inline void copies_commit() { cpu::state.self->copies.emplace_back(); }
-template <int OPEN>
-void copies_wait() {
-    auto& groups = cpu::state.self->copies;
-    for (; groups.size() > OPEN + 1; groups.pop_front()) {
-        for (const cpu::Copy& c : groups.front()) std::memcpy(c.to, c.from, 16);
-    }
-}
-// A barrier counts the copies that were started.
-inline void barrier_init(u64* barrier) { *barrier = 0; }
-inline void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
-    std::memcpy(to, from, bytes);
-    ++*barrier;
-}
-inline void barrier_wait(u64* barrier, u32 parity) {
-    while ((*barrier & 1) == parity) cpu::yield();
-}
 
 inline u32 cluster_rank() { return cpu::state.self->block->rank; }
 inline void cluster_arrive() {

@@ -1,19 +1,38 @@
 """csrc/topk.cu itself, run on the CPU, against the stable sort: every input that could fool it."""
 
+import hashlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from misc.on_cpu import conformance, needs_compiler
+from misc.on_cpu import Kernel, conformance, needs_compiler
+from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln.policy import Policy
 from opkiln.spec import Call
 from opkiln_misc import topk
 from opkiln_misc.topk import Tiling
 
-pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("copying")]
+COPIES = Path(__file__).with_name("test_topk_copies.h")
 KV = 20000  # several times what is collected, so that the bound is guessed
-SMALL = Tiling(threads=128, blocks=1, unroll=2)
+SMALL = Tiling(threads=128, blocks=1, unroll=4, ring=3)
+
+
+class CopyingKernel(Kernel):
+    """With the asynchronous copies of topk.cu, which are PTX, as test_topk_copies.h has them."""
+
+    def __init__(self, source, name, device, macros=None):
+        first, last = source.index("// Copies from global"), source.index("constexpr int WARPS")
+        digest = hashlib.sha256(COPIES.read_bytes()).hexdigest()
+        include = f'#include "{COPIES}"  // {digest}\n'
+        super().__init__(source[:first] + include + source[last:], name, device, macros)
+
+
+@pytest.fixture
+def copying(emulated, monkeypatch):
+    monkeypatch.setattr(cuda, "load", CopyingKernel)
 
 
 @pytest.mark.parametrize("case", conformance("topk_selector", torch.float32))
@@ -58,13 +77,16 @@ INPUTS = {
 
 
 def check(
-    scores: torch.Tensor, starts, ends, k: int, ordered: bool = False, tiling: Tiling = SMALL
-) -> None:
+    scores: torch.Tensor, starts, ends, k: int, ordered: bool = False, tiling: Tiling = SMALL,
+    vector: int = 4,
+) -> None:  # fmt: skip
+    """vector: scores that are loaded at once."""
     starts, ends = torch.as_tensor(starts), torch.as_tensor(ends)
     call = Call.of(
         CATALOGUE["topk_selector"], [scores, starts, ends], {"topk": k},
         Policy(deterministic=ordered),
     )  # fmt: skip
+    assert topk.plan_for(call).macros["VECTOR"] == vector
     got = topk.prepare(call, tiling)(scores, starts, ends)
     want = call.spec.reference(scores, starts, ends, k)
     if not ordered:
@@ -87,13 +109,38 @@ def test_ordered(make):
     check(make().view(1, 1, KV, 1), [[0]], [[KV]], 300, ordered=True)
 
 
+NO_SECOND_PASS = ("stream_exactly(c, row.scores, row.stride, row.start, row.end, topk);", "")
+
+
+def test_the_guess_serves_what_it_is_made_for(monkeypatch):
+    """A usual row needs no second pass, one that fools the sample does."""
+    text = topk.source("topk")
+    assert text.count(NO_SECOND_PASS[0]) == 1
+    monkeypatch.setattr(topk, "source", lambda name: text.replace(*NO_SECOND_PASS))
+    torch.manual_seed(0)
+    for make in (INPUTS["normal"], INPUTS["uniform"]):
+        check(make().view(1, 1, KV, 1), [[0]], [[KV]], 1000)
+    with pytest.raises(AssertionError):
+        check(shifted_at_the_sample().view(1, 1, KV, 1), [[0]], [[KV]], 2048)
+
+
+TILINGS = {
+    "rule": topk.rule(topk.LEAST_CAPACITY),
+    "long-rounds": Tiling(threads=128, blocks=1, unroll=8, ring=2),
+    "many-rounds": Tiling(threads=256, blocks=1, unroll=1, ring=7),
+    "bulk": Tiling(threads=128, blocks=1, unroll=2, ring=3, bulk=True),
+    "lane-slots": Tiling(threads=128, blocks=1, unroll=4, ring=2, warp_slots=False),
+}
+
+
+@pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
 @pytest.mark.parametrize("k", [7, 1024])
-def test_windows(k):
+def test_windows(k, tiling):
     """Odd ends, clamped ends, one element more than k, exactly k, fewer, none."""
     scores = torch.randn(1, 7, KV, 1)
     starts = [[3, 4001, -7, 0, 11, 500, 9]]
     ends = [[KV - 3, 4002 + k, 10**12, k, 11 + k // 2, 500, 2]]
-    check(scores, torch.tensor(starts), torch.tensor(ends), k)
+    check(scores, torch.tensor(starts), torch.tensor(ends), k, tiling=tiling)
 
 
 @pytest.mark.parametrize("layout", ["groups", "offset", "reversed-rows", "column-stride"])
@@ -106,7 +153,8 @@ def test_layouts(layout):
     }[layout]()
     rows = scores.shape[:2]
     starts = torch.zeros(rows, dtype=torch.int32)
-    check(scores, starts, torch.full(rows, scores.shape[2]), 500)
+    vector = 4 if layout == "reversed-rows" else 1
+    check(scores, starts, torch.full(rows, scores.shape[2]), 500, vector=vector)
 
 
 def test_largest_topk():
@@ -117,8 +165,9 @@ def test_largest_topk():
 
 
 @pytest.mark.parametrize("k", [1, 1024, 2048, 2049, 8192])
-def test_a_chunk_fits_beside_the_kept(k):
+def test_the_kept_and_a_chunk_fit(k):
     capacity = topk.capacity_of(k)
     tiling = topk.rule(capacity)
-    assert k + 4 * tiling.threads <= capacity
-    assert capacity % tiling.threads == 0 and capacity // tiling.threads <= 32
+    assert 2 * k <= capacity
+    assert capacity % (2 * tiling.threads) == 0
+    assert tiling.blocks * (topk.shared_bytes(capacity, tiling, 4) + 1024) <= 228 << 10

@@ -11,18 +11,21 @@ from opkiln_misc.sources import source
 
 TYPES = {torch.int32: "int", torch.int64: "long long"}
 MAX_TOPK = 8192
-LEAST_CAPACITY = (
-    4096  # twice topk is enough from a sample of 4096; a chunk more, for the exact path
-)
+LEAST_CAPACITY = 4096  # twice topk is enough: a guess from a sample of 4096 is rarely off by more
+BINS = 2048
+VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """See csrc/topk.cu. blocks: CTAs a multiprocessor."""
+    """See csrc/topk.cu. blocks: CTAs a multiprocessor; ring: rounds of loads ahead."""
 
     threads: int
     blocks: int
     unroll: int
+    ring: int
+    bulk: bool = False
+    warp_slots: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,19 @@ class Plan:
 
 
 def rule(capacity: int) -> Tiling:
-    """As many CTAs as registers and 227 KiB of shared memory allow."""
+    """Two CTAs, so that one streams while the other selects; one where only one fits."""
     if capacity == LEAST_CAPACITY:
-        return Tiling(threads=512, blocks=3, unroll=4)
-    return Tiling(threads=1024, blocks=1, unroll=4)
+        return Tiling(threads=512, blocks=2, unroll=4, ring=2)
+    return Tiling(threads=1024, blocks=1, unroll=1, ring=5)
+
+
+def shared_bytes(capacity: int, t: Tiling, vector: int) -> int:
+    """The collection (scores, positions, bins, sums, 36 bytes more), the ring, its barriers."""
+    warps = t.threads // 32
+    collection = -(-(8 * capacity + 4 * BINS + 4 * warps + 36) // 16) * 16
+    if vector == 1:
+        return collection
+    return collection + t.ring * (VECTOR_BYTES * t.unroll * t.threads + 8 * warps * t.bulk)
 
 
 def capacity_of(topk: int) -> int:
@@ -56,24 +68,30 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan:
     batch, length, kv, groups = scores.shape
     capacity = capacity_of(topk)
     t = tiling or rule(capacity)
-    outer = (scores.stride[0], scores.stride[1], scores.stride[3])
+    rows = batch * length * groups
+    if rows >= 2**31:
+        raise ValueError(f"serves up to {2**31 - 1} rows, got {rows}")
+    # A dim of one index steps nowhere: its stride does not matter.
+    outer = [scores.stride[d] for d in (0, 1, 3) if scores.shape[d] > 1]
     dense = scores.stride[2] == 1 or kv == 1
     aligned = scores.aligned and all(s % 4 == 0 for s in outer)
+    vector = 4 if dense and aligned else 1
     macros = {
         "CAPACITY": capacity,
         "THREADS": t.threads,
         "BLOCKS": t.blocks,
-        "VECTOR": 4 if dense and aligned else 1,
+        "VECTOR": vector,
         "UNROLL": t.unroll,
+        "RING": t.ring,
+        "BULK": int(t.bulk),
+        "WARP_SLOTS": int(t.warp_slots),
         # The set is always the same; its order is what comes, but for these policies.
         "SORTED": int(call.policy.deterministic or call.policy.batch_invariant),
         "START": TYPES[starts.dtype],
         "END": TYPES[ends.dtype],
     }
-    rows = batch * length * groups
     sizes = (rows, length, groups, kv, *scores.stride, *starts.stride, *ends.stride, topk)
-    shared_bytes = 8 * capacity + 4 * (2 * t.threads // 32 + 2)
-    return Plan(t, macros, rows, sizes, shared_bytes)
+    return Plan(t, macros, rows, sizes, shared_bytes(capacity, t, vector))
 
 
 def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tensor]:

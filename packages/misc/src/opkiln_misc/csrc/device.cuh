@@ -30,36 +30,6 @@ DEVICE T* peer(T* pointer, u32 rank) {
     return reinterpret_cast<T*>(mapped);
 }
 
-// Copies from global to shared memory that go on while the thread computes. Shared addresses of 32 bits.
-DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-// 16 bytes; seen by this thread after copies_wait.
-DEVICE void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the last OPEN groups that this thread committed have arrived.
-template <int OPEN>
-DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory"); }
-// One copy of a multiple of 16 bytes; seen by all who wait for its barrier, one copy a phase.
-DEVICE void barrier_init(u64* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
-    const u32 at = shared_address(barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
-}
-DEVICE void barrier_wait(u64* barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-    } while (!done);
-}
-
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 typedef float f32;
