@@ -1,11 +1,58 @@
-"""What this family registers as backend `opkiln`: nothing yet, so torch serves its ops."""
+"""Registers the convolution kernels as backend `opkiln`. Imports no kernel."""
 
+import functools
+import importlib.util
+import os
+from importlib import metadata
+from typing import Any
+
+import torch
 from opkiln.hookspecs import hookimpl
-from opkiln.registry import Implementation
+from opkiln.registry import Implementation, Prepare, Refusal
+from opkiln.spec import Call
 
 OPKILN_API = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRAITS = frozenset({"deterministic", "batch_invariant"})
+CONVS = ("conv1d", "conv2d", "conv3d")
+INDEX_LIMIT = 2**31 - 2**24  # of a 32-bit index whose tile reaches past the end
+
+
+@functools.cache
+def device_refusal(device: torch.device) -> Refusal | None:
+    """Why Triton kernels do not run on `device`."""
+    if importlib.util.find_spec("triton") is None:
+        return Refusal("triton is not installed: pip install 'triton>=3.6'")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
+    return None
+
+
+def supports(call: Call) -> Refusal | None:
+    x, out, n = call.tensors.input, call.outputs[0], len(call.params.stride)
+    if x.dtype not in DTYPES:
+        return Refusal(f"serves float16, bfloat16 and float32, input is {x.dtype}")
+    pixels = out.numel // out.shape[-n - 1]
+    if pixels > INDEX_LIMIT:
+        return Refusal(f"{pixels} outputs a channel do not fit its 32-bit index")
+    return device_refusal(call.device)
+
+
+def load() -> Prepare:
+    from opkiln_conv.launch import prepare
+
+    return prepare
 
 
 @hookimpl
-def opkiln_implementations() -> list[Implementation]:
-    return []
+def opkiln_implementations() -> list[Any]:
+    version = metadata.version("opkiln-conv")
+    return [
+        Implementation(op, "opkiln", version, 1, supports, load, priority=10, traits=TRAITS)
+        for op in CONVS
+    ]
