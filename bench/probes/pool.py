@@ -1,21 +1,25 @@
 """Measure every candidate tiling of the pooling kernels on the rows of the benchmark pages.
 
-    python bench/probes/pool.py --out DIR [--only SUBSTRING]
+    python bench/probes/pool.py --out DIR [--only SUBSTRING,...]
     python bench/probes/pool.py --write-tuning DIR/pool.json
 
-The first writes DIR/pool.json and prints one line a row; the second turns that file into
+The first writes DIR/pool.json and prints one line a row; the second puts what was measured into
 packages/pool/src/opkiln_pool/tuning/sm90.json. Device time by CUPTI (torch.profiler), L2 flushed
-before each call, median; a candidate whose output is wrong is recorded and never timed.
+before each call, median; a candidate whose output is wrong, on random values or on ties, NaN, -inf
+and zeros of both signs, is recorded and never timed.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,71 +41,17 @@ sys.path[:0] = [str(ROOT / "core/src"), str(ROOT / "packages/pool/src")]
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_pool import mean_plan, pool_plan  # noqa: E402
-from opkiln_pool.geometry import geometry_of  # noqa: E402
+from opkiln_pool.geometry import Geometry, geometry_of  # noqa: E402
 from opkiln_pool.mean_plan import MeanTiling  # noqa: E402
 from opkiln_pool.pool_plan import Tiling  # noqa: E402
 
 TUNING = ROOT / "packages/pool/src/opkiln_pool/tuning/sm90.json"
+NOT_KEY = ("label", "use", "measured")
 TOLERANCE = {"bf16": 2**-7, "f16": 2**-10, "f32": 2**-19}
-MEAN_RULE = mean_plan.rule
+MEAN_TUNED, POOL_TUNED = mean_plan.tuned, pool_plan.tuned
 Candidate = Tiling | MeanTiling
 
-# op, label, dtype, shape, fastest alternative here, best of the pages (us), window. ceil:
-# ceil_mode, inside: count_include_pad=False, by: divisor_override, cu: offsets of sequences.
-ROWS = """
-adaptive_avg_pool2d         nondiv-7x7            bf16 2x64x55x57         6.336  6.59  out=7,7
-adaptive_avg_pool2d         resnet-global         f16  8x2048x7x7         3.136  2.98  out=1,1
-adaptive_avg_pool2d         spp-6x6               f16  2x128x56x56         5.28  5.41  out=6,6
-adaptive_max_pool2d         global-1x1            f16  8x2048x7x7         3.136  2.91  out=1,1
-adaptive_max_pool2d         nondiv-7x7            bf16 2x64x55x57          6.24   6.5  out=7,7
-adaptive_max_pool2d         spp-6x6               f16  2x128x56x56         5.28  6.02  out=6,6
-adaptive_max_pool2d_indices global-1x1            f16  8x2048x7x7            12  8.16  out=1,1
-adaptive_max_pool2d_indices nondiv-7x7            bf16 2x64x55x57         9.952  11.5  out=7,7
-adaptive_max_pool2d_indices spp-6x6               f16  2x128x56x56       12.192  14.3  out=6,6
-avg_pool1d                  audio-downsample      f16  4x128x4096          2.72  4.19  k=3 s=2 p=1
-avg_pool1d                  ceil                  bf16 2x128x2048         2.368   2.3  k=4 s=2 p=1 ceil inside
-avg_pool1d                  long-temporal         f16  2x256x32000        15.84  17.1  k=5 s=4 p=2
-avg_pool2d                  ceil-divisor          bf16 3x96x55x57         2.752  3.14  k=3,5 s=2,2 p=1,2 ceil inside by=7
-avg_pool2d                  vision-3x3-s2         f16  2x64x112x112       2.912  3.97  k=3,3 s=2,2 p=1,1
-avg_pool2d                  vision-5x5-s2         f16  2x128x56x56        3.696  4.03  k=5,5 s=2,2 p=2,2
-avg_pool3d                  ceil-video            f16  2x64x8x28x28       3.232  4.03  k=2,3,3 s=2,2,2 p=1,1,1 ceil inside
-avg_pool3d                  divisor               bf16 2x24x10x20x22      1.248  1.89  k=2,2,3 s=2,2,2 p=0,1,1 by=7
-avg_pool3d                  video-2x2x2           f16  1x32x16x56x56       2.08  3.71  k=2,2,2 s=2,2,2 p=0,0,0
-max_pool1d                  ecg-cnn-dilated       bf16 16x128x2048        6.816  7.84  k=5 s=2 p=2 d=2 ceil
-max_pool1d                  sincnet-speaker-local f16  32x80x4096        10.416  11.4  k=3 s=3 p=0
-max_pool1d                  textcnn-global        f16  64x256x128        11.264  3.71  k=128 s=1 p=0
-max_pool1d_indices          ecg-cnn-dilated       bf16 16x128x2048       14.944  13.4  k=5 s=2 p=2 d=2 ceil
-max_pool1d_indices          sincnet-speaker-local f16  32x80x4096          15.2    16  k=3 s=3 p=0
-max_pool1d_indices          textcnn-global        f16  64x256x128         4.896   5.7  k=128 s=1 p=0
-max_pool2d                  alexnet-ceil          f16  32x64x55x55        8.544  8.77  k=3,3 s=2,2 p=0,0 ceil
-max_pool2d                  alexnet-ceil          bf16 32x64x55x55        8.544  8.77  k=3,3 s=2,2 p=0,0 ceil
-max_pool2d                  alexnet-ceil          f32  32x64x55x55       12.496  12.6  k=3,3 s=2,2 p=0,0 ceil
-max_pool2d                  resnet-stem           f16  32x64x112x112     30.784    34  k=3,3 s=2,2 p=1,1
-max_pool2d                  resnet-stem           bf16 32x64x112x112     30.784    34  k=3,3 s=2,2 p=1,1
-max_pool2d                  resnet-stem           f32  32x64x112x112     41.184  49.6  k=3,3 s=2,2 p=1,1
-max_pool2d                  vgg-block             f16  16x128x56x56       5.504   7.2  k=2,2 s=2,2 p=0,0
-max_pool2d                  vgg-block             bf16 16x128x56x56       5.504   7.2  k=2,2 s=2,2 p=0,0
-max_pool2d                  vgg-block             f32  16x128x56x56      10.127  10.4  k=2,2 s=2,2 p=0,0
-max_pool2d_indices          alexnet-ceil          f16  32x64x55x55       14.464  17.7  k=3,3 s=2,2 p=0,0 ceil
-max_pool2d_indices          alexnet-ceil          bf16 32x64x55x55       14.464  17.4  k=3,3 s=2,2 p=0,0 ceil
-max_pool2d_indices          alexnet-ceil          f32  32x64x55x55        16.32  19.4  k=3,3 s=2,2 p=0,0 ceil
-max_pool2d_indices          resnet-stem           f16  32x64x112x112     56.512  69.1  k=3,3 s=2,2 p=1,1
-max_pool2d_indices          resnet-stem           bf16 32x64x112x112     56.512    70  k=3,3 s=2,2 p=1,1
-max_pool2d_indices          resnet-stem           f32  32x64x112x112     60.191  71.6  k=3,3 s=2,2 p=1,1
-max_pool2d_indices          vgg-block             f16  16x128x56x56       8.096  10.7  k=2,2 s=2,2 p=0,0
-max_pool2d_indices          vgg-block             bf16 16x128x56x56       8.096  10.6  k=2,2 s=2,2 p=0,0
-max_pool2d_indices          vgg-block             f32  16x128x56x56      12.688  12.7  k=2,2 s=2,2 p=0,0
-max_pool3d                  c3d-pool1             f16  8x64x16x112x112   75.424  76.3  k=1,2,2 s=1,2,2 p=0,0,0
-max_pool3d                  c3d-pool2             f16  4x128x16x56x56    23.216  23.5  k=2,2,2 s=2,2,2 p=0,0,0
-max_pool3d                  medicalnet-stem       bf16 2x64x32x112x112   87.664 111.3  k=3,3,3 s=2,2,2 p=1,1,1 ceil
-max_pool3d_indices          c3d-pool1             f16  8x64x16x112x112  121.888 129.4  k=1,2,2 s=1,2,2 p=0,0,0
-max_pool3d_indices          c3d-pool2             f16  4x128x16x56x56    27.408  32.7  k=2,2,2 s=2,2,2 p=0,0,0
-max_pool3d_indices          medicalnet-stem       bf16 2x64x32x112x112  252.192 331.5  k=3,3,3 s=2,2,2 p=1,1,1 ceil
-mean_pooling                dense-batched         f16  2x2048x64x128     26.336  28.6  chunk=64
-mean_pooling                dense-mainstream      f16  1x8192x64x128     43.184    47  chunk=64
-mean_pooling                varlen-long           f16  1x8192x64x128     320.64 138.6  chunk=64 cu=0,2048,4096,6144,8192
-mean_pooling                varlen-tail           f16  1x1000x64x128    102.273  21.8  chunk=32 cu=0,100,300,600,1000
-"""  # noqa: E501
+ROWS = pathlib.Path(__file__).with_name("pool_rows.txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,54 +102,67 @@ class Row:
 
 def read_rows(only: str) -> list[Row]:
     rows = []
-    for line in ROWS.strip().splitlines():
+    for line in ROWS.read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            continue
         op, label, dtype, shape, bar, page, *options = line.split()
         sizes = tuple(map(int, shape.split("x")))
         rows.append(Row(op, label, dtype, sizes, float(bar), float(page), tuple(options)))
-    return chosen(rows, only)
+    wanted = [r for part in only.split(",") for r in chosen(rows, part)]
+    return [r for r in rows if r in wanted]
 
 
 def candidates(row: Row) -> list[Candidate]:
-    """What the rule says first, then what may be better."""
+    """What ships first, then the rule, then what may be better."""
     call = row.call(row.tensors("meta"), real=False)
     if row.op == "mean_pooling":
-        mean_plan.rule = MEAN_RULE
-        first = mean_plan.plan_for(call).tiling
-        shapes = itertools.product((256, 512, 1024), (4, 8, 16))
-        found = [MeanTiling(n, n // 256, step) for n, step in shapes]
-        split = [MeanTiling(n, 4, step) for n in (256, 512) for step in (16, 32)]
-        staged = [MeanTiling(n, n // 256, 8, stages) for n in (512, 1024) for stages in (2, 3, 4)]
-        streams = [replace(t, evict="evict_first") for t in (*found[3:], *split)]
-        return list(dict.fromkeys([first, *found, *split, *staged, *streams]))
+        shapes = itertools.product((256, 512, 1024), (4, 8, 16), (1, 2, 3, 4))
+        found = [MeanTiling(n, n // 256, step, stages) for n, step, stages in shapes]
+        streams = [replace(t, evict="evict_first") for t in found if t.step == 8]
+        rule = mean_plan.rule(DTYPES[row.dtype].itemsize, 8192, row.values["chunk"][0])
+        first = MEAN_TUNED(call) or rule
+        return list(dict.fromkeys([first, *found, *streams]))
     g = geometry_of(call)
-    first = pool_plan.rule(g)
-    found = []
+    shipped, ruled = POOL_TUNED(row.op, g), pool_plan.rule(g)
+    return list(dict.fromkeys([shipped[0] if shipped else ruled, ruled, *variants_of(ruled, g)]))
+
+
+def variants_of(first: Tiling, g: Geometry) -> list[Tiling]:
+    """Candidates of the rule's kernel."""
+    pairs = first.pairs and g.reduce == "argmax" and g.itemsize == 2
     if first.variant == "plane":
-        found = [Tiling("plane", b, w) for b in (8, 16, 32, 64, 128) for w in (1, 2, 4, 8)]
-        found = [t for t in found if t.block >= t.num_warps]
-    elif first.variant == "strip":
-        found = [Tiling("strip", 1, w) for w in (1, 2, 4, 8)]
-    else:
-        shapes = ((128, 4), (256, 4), (256, 8), (64, 2), (512, 8), (1024, 8))
-        hints = (("", ""), ("evict_first", ""), ("", ".cs"))
-        v = pool_plan.least_v(g)
-        patches = [
-            Tiling("patch", b, w, v=v * more, static=True, evict=evict, cache=cache)
+        n = math.prod(g.sizes)
+        vec = math.gcd(16 // g.itemsize, n)
+        return [
+            # `lanes` threads a plane, `more` planes a thread.
+            Tiling("plane", 32 * w * more // lanes, w, pairs=pairs, step=vec * lanes)
+            for lanes in (4, 8, 16)
+            for w in (1, 2, 4)
             for more in (1, 2, 4)
-            if v and v * more <= 8
-            for b, w in (shapes[:4] if more == 1 else shapes[:3])
-            for evict, cache in hints
+            if vec * lanes <= pool_plan.power_of_two(n)
         ]
-        plain = [Tiling("taps", b, w, static=True, cache=c) for b, w in shapes for c in ("", ".cs")]
-        found = patches + (plain[:4] if v else plain)
-        found += [replace(first, static=True), replace(found[0], static=False)]
-    return list(dict.fromkeys([first, *found]))
+    if first.variant == "strip":
+        steps = ((1, 0), (1, 1), (1, 2), (1, 4), (2, 0), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8))
+        return [Tiling("strip", 1, w, pairs=pairs, step=rows) for w, rows in steps]
+    shapes = ((128, 4), (256, 4), (256, 8), (64, 2), (512, 8), (1024, 8))
+    hints = (("", ""), ("evict_first", ""), ("", ".cs"))
+    v = pool_plan.least_v(g)
+    patches = [
+        Tiling("patch", b, w, v=v * more, static=True, evict=evict, cache=cache, pairs=pairs)
+        for more in (1, 2, 4)
+        if v and v * more <= 8
+        for b, w in (shapes[:4] if more == 1 else shapes[:3])
+        for evict, cache in hints
+    ]
+    plain = [Tiling("taps", b, w, static=True, cache=c) for b, w in shapes for c in ("", ".cs")]
+    found = patches + (plain[:4] if v else plain)
+    return [*found, replace(first, static=True), replace(found[0], static=False)]
 
 
 def use(tiling: Candidate) -> None:
     """Make every plan use this tiling."""
     if isinstance(tiling, MeanTiling):
-        mean_plan.rule = lambda *_: tiling
+        mean_plan.tuned = lambda call: tiling
     else:
         pool_plan.tuned = lambda op, g: (tiling, "probe")
 
@@ -227,6 +190,16 @@ def warm(task: tuple[Row, Candidate]) -> dict[str, Any]:
     return resources_of(lambda: kernel.warmup(dtype, dtype, index, None, *arguments, **options))
 
 
+def special(row: Row, tensors: list[Any]) -> list[Any]:
+    """Inputs where maxima need care: ties, zeros of both signs, NaN, stretches of -inf."""
+    x = torch.randint(-1, 2, row.shape, device="cuda").to(DTYPES[row.dtype])
+    x = torch.where((x == 0) & (torch.rand(row.shape, device="cuda") < 0.5), -0.0, x)
+    x = torch.where(torch.rand(row.shape, device="cuda") < 0.02, math.nan, x)
+    if row.shape[0] > 1:
+        x[0] = -math.inf
+    return [x, *tensors[1:]]
+
+
 def reference(row: Row, tensors: list[Any]) -> list[torch.Tensor]:
     """The outputs in float64 arithmetic, rounded to the row's dtype."""
     call = row.call(tensors)
@@ -244,7 +217,7 @@ def wrong_elements(got: Any, want: list[torch.Tensor], row: Row) -> int:
         if row.op.startswith(("avg", "adaptive_avg", "mean")):
             close = (g.float() - w.float()).abs() <= TOLERANCE[row.dtype] * w.float().abs() + 2**-18
         else:
-            close = g == w
+            close = (g == w) | (g.isnan() & w.isnan())
         wrong += close.numel() - int(close.sum())
     return wrong
 
@@ -260,9 +233,12 @@ def measure(row: Row, resources: dict[Candidate, Any], flush: torch.Tensor) -> d
     """Every candidate of one row: status, median and least time."""
     torch.manual_seed(0)
     tensors = row.tensors("cuda")
-    want = reference(row, tensors)
+    checks = [tensors]
+    if not row.op.startswith(("avg", "adaptive_avg", "mean")):
+        checks.append(special(row, tensors))
+    wants = [reference(row, found) for found in checks]
     records: list[dict[str, Any]] = []
-    calls = []
+    calls: list[Callable[[], Any]] = []
     torch.use_deterministic_algorithms(True)  # fills outputs with NaN before the launch
     for tiling in candidates(row):
         record = {"use": dataclasses.asdict(tiling)} | resources[tiling]
@@ -270,14 +246,17 @@ def measure(row: Row, resources: dict[Candidate, Any], flush: torch.Tensor) -> d
         use(tiling)
         try:
             launch = prepared(row.call(tensors))
-            wrong = wrong_elements(launch(*tensors), want, row)
+            wrong = sum(
+                wrong_elements(launch(*found), want, row)
+                for found, want in zip(checks, wants, strict=True)
+            )
             record["status"] = f"{wrong} elements wrong" if wrong else "ok"
         except Exception as error:  # recorded; the other candidates still run
             record["status"] = f"{type(error).__name__}: {error}"[-200:]
         if record["status"] == "ok":
-            calls.append(lambda launch=launch: launch(*tensors))
+            calls.append(functools.partial(launch, *tensors))
     torch.use_deterministic_algorithms(False)
-    del want
+    del wants, checks
     times = kernel_times_us(calls, flush)
     for record, samples in zip((r for r in records if r["status"] == "ok"), times, strict=True):
         record |= {"us": statistics.median(samples), "low_us": min(samples)}
@@ -291,33 +270,40 @@ def changed(tiling: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tuning(results: pathlib.Path) -> None:
-    """For each (op, element size, plane, window): the best tiling that does not spill."""
+    """Of each key of the table that was measured: the best tiling that does not spill."""
     data = json.loads(results.read_text("utf-8"))
-    groups: dict[str, list[tuple[Row, dict[str, Any], dict[str, Any]]]] = {}
+    groups: dict[str, list[tuple[Row, dict[str, Any]]]] = {}
     for r in data["results"]:
-        if r["op"] == "mean_pooling":
-            continue  # its rule speaks for all
         fields = {f.name: r[f.name] for f in dataclasses.fields(Row)}
         row = Row(**fields | {"shape": tuple(r["shape"]), "options": tuple(r["options"])})
-        key = pool_plan.key_of(row.op, geometry_of(row.call(row.tensors("meta"), real=False)))
-        groups.setdefault(json.dumps(key), []).append((row, key, r))
-    entries = []
-    for found in groups.values():
+        call = row.call(row.tensors("meta"), real=False)
+        mean = row.op == "mean_pooling"
+        key = mean_plan.key_of(call) if mean else pool_plan.key_of(row.op, geometry_of(call))
+        groups.setdefault(json.dumps(key), []).append((row, r))
+    table = json.loads(TUNING.read_text("utf-8"))
+    rows = {json.dumps({k: v for k, v in r.items() if k not in NOT_KEY}): r for r in table["rows"]}
+    for text, found in groups.items():
         score: dict[str, list[float]] = {}
-        for _, _, r in found:
+        for _, r in found:
             for c in r["candidates"]:
                 if "us" in c and c["spills"] == 0:
                     score.setdefault(json.dumps(c["use"]), []).append(c["us"])
-        whole = {text: t for text, t in score.items() if len(t) == len(found)}
+        whole = {tiling: t for tiling, t in score.items() if len(t) == len(found)}
         best, times = min(whole.items(), key=lambda item: sum(item[1]))
-        figures = {row.dtype: round(t, 3) for (row, _, _), t in zip(found, times, strict=True)}
+        labels = list(dict.fromkeys(row.label for row, _ in found))
+        figures = {
+            row.dtype if len(labels) == 1 else f"{row.label} {row.dtype}": round(t, 3)
+            for (row, _), t in zip(found, times, strict=True)
+        }
         measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": figures}
-        row, key, _ = found[0]
-        entries.append(key | {"label": row.label, "use": changed(json.loads(best)),
-                              "measured": measured})  # fmt: skip
-    table = json.loads(TUNING.read_text("utf-8")) | {"rows": entries}
-    write_json(TUNING, table)
-    print(f"wrote {len(entries)} rows to {TUNING.relative_to(ROOT)}")
+        use = changed(json.loads(best))
+        rows[text] = json.loads(text) | {
+            "label": " ".join(labels),
+            "use": use,
+            "measured": measured,
+        }
+    write_json(TUNING, table | {"rows": list(rows.values())})
+    print(f"wrote {len(groups)} of {len(rows)} rows to {TUNING.relative_to(ROOT)}")
 
 
 def line(result: dict[str, Any]) -> str:
@@ -326,12 +312,12 @@ def line(result: dict[str, Any]) -> str:
     failed = [c["status"] for c in result["candidates"] if "us" not in c]
     if not timed:
         return f"{name} no candidate ran: {failed[0]}"
-    ruled = result["candidates"][0].get("us", float("nan"))
+    shipped = result["candidates"][0].get("us", float("nan"))
     bar, page = result["bar"], result["page"]
     best = timed[0]
     shown = " ".join(f"{k}={v}" for k, v in changed(best["use"]).items())
     return (
-        f"{name} {best['us']:8.2f} rule {ruled:8.2f} bar {bar:8.2f} page {page:7.2f} "
+        f"{name} {best['us']:8.2f} shipped {shipped:8.2f} bar {bar:8.2f} page {page:7.2f} "
         f"ratio {min(bar, page) / best['us']:.2f} | {shown} regs={best['registers']}"
         + (f" | {len(failed)} failed: {failed[0][:80]}" if failed else "")
     )
@@ -340,7 +326,9 @@ def line(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains this")
+    parser.add_argument(
+        "--only", default="", help="rows whose 'op label dtype' contains one of these"
+    )
     parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS")
     options = parser.parse_args()
     if options.write_tuning:
@@ -359,9 +347,9 @@ def main() -> None:
         own = {tiling: found for (r, tiling), found in resources.items() if r == row}
         results.append(measure(row, own, flush))
         write_json(options.out / "pool.json", data)
+        print(line(results[-1]), flush=True)
         torch.cuda.empty_cache()
     print(f"{len(results)} rows in {time.time() - start:.0f} s")
-    print(*map(line, results), sep="\n")
 
 
 if __name__ == "__main__":

@@ -96,9 +96,24 @@ def test_more_sequences_than_a_program_looks_at_together(monkeypatch):
 
 @pytest.mark.parametrize("tiling", [MeanTiling(8, 1, 1), MeanTiling(64, 2, 16, 3, "evict_first")])
 def test_tilings(tiling, monkeypatch):
-    monkeypatch.setattr(mean_plan, "rule", lambda *_: tiling)
+    monkeypatch.setattr(mean_plan, "tuned", lambda call: tiling)
     plan = run(random(2, 19, 3, 8, dtype=F16), 7)
     assert plan.tiling == tiling
+
+
+def test_the_table_serves_columns_that_lie_together(monkeypatch):
+    row = {"op": "mean_pooling", "itemsize": 2, "columns": 24, "chunk_size": 7, "varlen": False}
+    use = {"block_n": 16, "num_warps": 1, "step": 4, "stages": 2}
+    monkeypatch.setattr(mean_plan, "tuning_rows", lambda: ({"op": "x"}, row | {"use": use}))
+    assert run(random(2, 19, 3, 8, dtype=F16), 7).tiling == MeanTiling(**use)
+    others = (
+        (random(2, 19, 3, 8, dtype=F16), 6),
+        (random(2, 3, 19, 8, dtype=F16).transpose(1, 2), 7),
+        (random(2, 19, 3, 8), 7),
+        (random(2, 19, 3, 9, dtype=F16)[..., :8], 7),
+    )
+    for x, chunk_size in others:
+        assert run(x, chunk_size).tiling == rule(x.dtype.itemsize, 24, chunk_size)
 
 
 def test_tokens_beyond_2_31_elements(monkeypatch):

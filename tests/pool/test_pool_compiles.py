@@ -44,6 +44,15 @@ def test_maxima_of_16_bits_stay_packed(reports):
     assert not [code for code in counts if code.startswith(("F2F", "HADD2"))]
 
 
+def test_argmax_of_16_bits_is_packed(reports):
+    """Two values an instruction in every kernel: what costs least is what was written."""
+    for case in ("patch-f16-indices", "patch-volume", "plane-odd", "plane-steps", "strip-steps"):
+        counts = reports[case]["counts"]
+        packed = sum(n for code, n in counts.items() if code.startswith("HSET2"))
+        assert (case, packed) > (case, 0)
+        assert (case, [code for code in counts if code.startswith("FSETP")]) == (case, [])
+
+
 def test_faults_are_seen():
     report = {"spill_bytes": 8, "stack_bytes": 0, "counts": {"LDG.E.64": 1, "LDL": 2}}
     assert [f.split()[0] for f in faults("patch", report)] == ["spill_bytes", "LDL", "no"]

@@ -101,6 +101,10 @@ PATCH = {  # id: (op, shape, dtype, window, (HEAD, VECTORS, TAIL, V))
                 dict(kernel=5, stride=2, padding=2, dilation=2, ceil_mode=True), (2, 2, 0, 4)),
     "dilated-indices": ("max_pool1d_indices", (2, 3, 48), BF16,
                         dict(kernel=5, stride=2, padding=2, dilation=2), (2, 2, 0, 4)),
+    "dilated-pairs": ("max_pool2d_indices", (1, 2, 9, 16), F16,
+                      dict(kernel=3, stride=2, padding=1, dilation=2), (1, 1, 2, 4)),
+    "tail-pairs": ("max_pool2d_indices", (1, 2, 5, 16), BF16,
+                   dict(kernel=3, stride=1, padding=1), (1, 1, 1, 8)),
     "head-is-a-vector": ("avg_pool1d", (1, 2, 32), F32, dict(kernel=7, stride=2, padding=3),
                          (0, 2, 2, 2)),
     "inside": ("avg_pool2d", (1, 2, 6, 16), F16,
@@ -266,6 +270,50 @@ def test_special_values(variant, kind, dtype):
     assert run(op, x, params, needs_grad=True).tiling.variant == variant
     without = op.removesuffix("_indices")
     assert run(without, x, params).tiling.variant == variant
+
+
+TILINGS = {  # id: (op, size, params, tiling); all but "steps" one value at a time
+    "patch": ("max_pool2d_indices", (6, 16), window("max_pool2d_indices", 3, 2, 1),
+              Tiling("patch", 16, 1, v=4)),
+    "plane": ("adaptive_max_pool2d_indices", (5, 7), {"output_size": (1, 1)},
+              Tiling("plane", 4, 1)),
+    "plane-steps": ("adaptive_max_pool2d_indices", (5, 7), {"output_size": (1, 1)},
+                    Tiling("plane", 4, 1, pairs=True, step=8)),
+    "plane-steps-singly": ("adaptive_max_pool2d_indices", (5, 7), {"output_size": (1, 1)},
+                           Tiling("plane", 4, 1, step=8)),
+    "strip": ("adaptive_max_pool2d_indices", (7, 9), {"output_size": (3, 2)},
+              Tiling("strip", 1, 1)),
+    "strip-steps": ("adaptive_max_pool2d_indices", (7, 9), {"output_size": (2, 2)},
+                    Tiling("strip", 1, 1, pairs=True, step=2)),
+    "strip-steps-singly": ("adaptive_max_pool2d_indices", (7, 9), {"output_size": (2, 2)},
+                           Tiling("strip", 1, 1, step=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "nan", "-inf"])
+@pytest.mark.parametrize("case", TILINGS.values(), ids=TILINGS)
+def test_special_values_with_other_tilings(case, kind, dtype, use_tiling):
+    op, size, params, tiling = case
+    use_tiling(tiling)
+    x = random(1, 2, *size, dtype=dtype) if kind == "random" else special(kind, dtype, 1, 2, *size)
+    assert run(op, x, params, needs_grad=True).tiling == tiling
+    run(op.removesuffix("_indices"), x, params)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize(("variant", "size"), [("plane", (1, 1)), ("strip", (2, 2))])
+def test_averages_in_steps(variant, size, dtype, use_tiling):
+    use_tiling(Tiling(variant, 4 if variant == "plane" else 1, 1, step=2))
+    run("adaptive_avg_pool2d", random(1, 3, 7, 9, dtype=dtype), {"output_size": size})
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_places_past_the_largest_keyed_plane(step, use_tiling):
+    """Rows past the last one have places past 2^16, which must not win over -inf."""
+    use_tiling(Tiling("strip", 1, 1, pairs=True, step=step))
+    x = special("-inf", F16, 1, 1, 256, 256)
+    run("adaptive_max_pool2d_indices", x, {"output_size": (9, 2)})
 
 
 @pytest.mark.parametrize("op", ["max_pool2d_indices", "adaptive_max_pool2d_indices"])

@@ -9,6 +9,7 @@ import yaml
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_pool import pool_plan
+from opkiln_pool.mean_plan import MeanTiling
 from opkiln_pool.plugin import POOLS
 from opkiln_pool.pool_plan import PoolPlan, Tiling, plan_for
 from opkiln_pool.variants import KERNELS
@@ -92,10 +93,14 @@ def test_table_is_valid():
     """Every row can be launched, and none is found twice."""
     keys = []
     for row in pool_plan.tuning_rows():
+        keys.append({k: v for k, v in row.items() if k not in ("label", "use", "measured")})
+        assert keys.count(keys[-1]) == 1
+        if row["op"] == "mean_pooling":
+            tiling = MeanTiling(**row["use"])
+            assert tiling.block_n % (32 * tiling.num_warps) == 0
+            continue
         tiling = Tiling(**row["use"])
         assert row["op"] in POOLS
         assert tiling.variant in KERNELS
         assert tiling.variant != "strip" or tiling.block == 1
         assert tiling.static is False or tiling.variant in ("patch", "taps")
-        keys.append({k: v for k, v in row.items() if k not in ("label", "use", "measured")})
-        assert keys.count(keys[-1]) == 1

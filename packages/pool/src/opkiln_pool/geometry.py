@@ -176,3 +176,10 @@ def compute_in_f32(reduce: str, dtype: torch.dtype, device: torch.device) -> boo
     wrongly in bfloat16.
     """
     return reduce == "avg" or (dtype == torch.bfloat16 and device.type == "cpu")
+
+
+def pairs_in_asm(device: torch.device) -> bool:
+    """Whether `reducers.follow_pairs` may use its assembly, which needs compute capability 9.0."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cpu"

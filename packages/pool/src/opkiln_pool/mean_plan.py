@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from opkiln_pool.pool_plan import power_of_two, tuning_rows
+
 MAX_SEQUENCES = 1024  # offsets that a program looks at together
 
 
@@ -28,10 +30,6 @@ class MeanPlan:
     constexprs: dict[str, Any]
 
 
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def rule(itemsize: int, columns: int, longest: int) -> MeanTiling:
     """A tiling for any number of columns and length of a chunk: a vector of columns a thread."""
     vector = 16 // itemsize
@@ -40,7 +38,28 @@ def rule(itemsize: int, columns: int, longest: int) -> MeanTiling:
     return MeanTiling(block_n, num_warps, step=min(power_of_two(longest), 8))
 
 
-def plan_for(call: Any, tiling: MeanTiling | None = None) -> MeanPlan:
+def key_of(call: Any) -> dict[str, Any]:
+    """What a row of tuning/sm90.json is found by: never the number of tokens."""
+    x = call.tensors.input
+    return {
+        "op": "mean_pooling",
+        "itemsize": x.dtype.itemsize,
+        "columns": x.shape[2] * x.shape[3],
+        "chunk_size": call.params.chunk_size,
+        "varlen": call.tensors.cu_seqlens is not None,
+    }
+
+
+def tuned(call: Any) -> MeanTiling | None:
+    """The table's tiling for this call, whose columns lie together and allow whole vectors."""
+    key = key_of(call)
+    for row in tuning_rows():
+        if all(row.get(k) == v for k, v in key.items()):
+            return MeanTiling(**row["use"])
+    return None
+
+
+def plan_for(call: Any) -> MeanPlan:
     """The plan of a mean_pooling call."""
     x, offsets, p = call.tensors.input, call.tensors.cu_seqlens, call.params
     batch, tokens, heads, dim = x.shape
@@ -48,7 +67,6 @@ def plan_for(call: Any, tiling: MeanTiling | None = None) -> MeanPlan:
     chunk_size = max(min(p.chunk_size, tokens), 1)
     columns, chunks = heads * dim, call.outputs[0].shape[1]
     itemsize = x.dtype.itemsize
-    tiling = tiling or rule(itemsize, columns, chunk_size)
     dense_d = x.stride[3] == 1 or dim == 1
     flat = dense_d and (heads == 1 or x.stride[2] == dim)
     align = 1
@@ -56,6 +74,8 @@ def plan_for(call: Any, tiling: MeanTiling | None = None) -> MeanPlan:
         others = [s for n, s in zip(x.shape[:3], x.stride[:3], strict=True) if n > 1]
         align = math.gcd(16 // itemsize, dim, *others)
     steps = [s // align for s in x.stride[:3]]
+    found = tuned(call) if flat and align == 16 // itemsize else None
+    tiling = found or rule(itemsize, columns, chunk_size)
     sequences = 0 if offsets is None else offsets.shape[0] - 1
     constexprs = {
         "D": dim,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from opkiln_pool.geometry import Geometry, compute_in_f32, geometry_of
+from opkiln_pool.geometry import Geometry, compute_in_f32, geometry_of, pairs_in_asm
 
 UNROLLED_TAPS = 64  # more taps than this run as a loop
 PATCH_COLUMNS = 40  # columns of a row that a thread may hold
@@ -27,7 +27,9 @@ class Tiling:
 
     variant: "patch", "taps", "plane" or "strip", the kernel. block: items a program (of a strip
     always 1, a row of outputs). v: outputs of a row a thread (patch). static: sizes and strides
-    compiled in (patch, taps). evict, cache: hints.
+    compiled in (patch, taps). evict, cache: hints. pairs: of an argmax of 16-bit values, two
+    at once, in a patch along columns. step: elements of a plane, or rows of
+    a strip, taken at a time (0: all).
     """
 
     variant: str
@@ -37,6 +39,8 @@ class Tiling:
     static: bool = False
     evict: str = ""
     cache: str = ""
+    pairs: bool = False
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +113,16 @@ def rule(g: Geometry) -> Tiling:
     """A tiling for any geometry, where the table is silent."""
     if g.is_whole() and g.dense_plane() and math.prod(g.sizes) <= PLANE_ELEMENTS:
         block_n = power_of_two(math.prod(g.sizes))
-        return Tiling("plane", max(2048 // block_n, 1), num_warps=4)
+        return Tiling("plane", max(2048 // block_n, 1), num_warps=4, pairs=True)
     if g.adaptive and g.strides[4] == 1 and not g.channels_last and min(g.kernel[1:]) > 1:
         rows, columns, outs = strip_tile(g)
         keyed = g.itemsize > 2 or g.sizes[1] * g.sizes[2] <= KEYED_ELEMENTS
         if keyed and max(rows, outs) * columns <= STRIP_ELEMENTS:
-            return Tiling("strip", 1, num_warps=4)
+            return Tiling("strip", 1, num_warps=4, pairs=True)
     v = least_v(g)
     if v:
-        return Tiling("patch", 128, num_warps=4, v=v)
+        # Of 1 or 2 rows, an output costs 3 to 10 instructions more in pairs; of 3 or 9, fewer.
+        return Tiling("patch", 128, num_warps=4, v=v, pairs=g.kernel[0] * g.kernel[1] > 2)
     return Tiling("taps", 128 if g.channels_last else 256, num_warps=4)
 
 
@@ -142,7 +147,7 @@ def tuned(op: str, g: Geometry) -> tuple[Tiling, str] | None:
         return None
     key = key_of(op, g)
     for row in tuning_rows():
-        if all(row[k] == v for k, v in key.items()):
+        if all(row.get(k) == v for k, v in key.items()):
             return Tiling(**row["use"]), row["label"]
     return None
 
@@ -154,23 +159,29 @@ def plan_for(call: Any) -> PoolPlan:
     tiling, source = found or (rule(g), "rule")
     f32 = compute_in_f32(g.reduce, call.tensors.input.dtype, call.device)
     make = {"patch": patch, "taps": taps, "plane": plane, "strip": strip}[tiling.variant]
-    grid, arguments, constexprs = make(g, tiling, f32)
+    grid, arguments, constexprs = make(g, tiling, f32, pairs_in_asm(call.device))
     return PoolPlan(tiling, source, grid, arguments, constexprs)
 
 
 Launch = tuple[int, tuple[Any, ...], dict[str, Any]]
 
 
-def patch(g: Geometry, t: Tiling, f32: bool) -> Launch:
+def pairs_of(g: Geometry, t: Tiling, asm: bool) -> bool | None:
+    """None: one value at a time. Else values are taken in pairs, by assembly or without."""
+    return asm if t.pairs and g.reduce == "argmax" and g.itemsize == 2 else None
+
+
+def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
     vec = vector(g)
     strides = tuple(s // vec for s in g.strides[:4])
     head, first, vectors, tail = pieces(g, t.v)
     items = g.planes * g.outs[0] * g.outs[1] * -(-g.outs[2] // t.v)
     d, h, _ = g.check
+    pairs = pairs_of(g, t, asm)
     constexprs = {
         "SHAPE": (g.sizes, g.outs, strides) if t.static else None,
         "REDUCE": g.reduce,
-        "F32": f32,
+        "F32": f32 and pairs is None,  # pairs are compared as f32 where there is no assembly
         "KERNEL": g.kernel,
         "STRIDE": g.stride,
         "PADDING": g.padding,
@@ -189,12 +200,13 @@ def patch(g: Geometry, t: Tiling, f32: bool) -> Launch:
         "WIDE": g.wide,
         "EVICT": t.evict,
         "CACHE": t.cache,
+        "PAIRS": pairs,
     }
     arguments = (g.sizes, g.outs, g.channels, strides, items, g.scale)
     return -(-items // t.block), arguments, constexprs
 
 
-def taps(g: Geometry, t: Tiling, f32: bool) -> Launch:
+def taps(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
     vec = 16 // g.itemsize
     channels = g.channels
     if not (g.channels_last and channels is not None and channels % vec == 0
@@ -227,7 +239,7 @@ def taps(g: Geometry, t: Tiling, f32: bool) -> Launch:
     return -(-items // t.block), arguments, constexprs
 
 
-def plane(g: Geometry, t: Tiling, f32: bool) -> Launch:
+def plane(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
     n = math.prod(g.sizes)
     g = replace(g, strides=(*g.strides[:4], 1))  # of a plane one element wide too
     align = math.gcd(g.unit(16 // g.itemsize), n)
@@ -235,17 +247,19 @@ def plane(g: Geometry, t: Tiling, f32: bool) -> Launch:
         "N": n,
         "ALIGN": align,
         "REDUCE": g.reduce,
+        "F32": f32,
         "WIDE": g.wide,
         "BLOCK_M": t.block,
-        "BLOCK_N": power_of_two(n),
+        "COLUMNS": min(t.step or PLANE_ELEMENTS, power_of_two(n)),
         "EVICT": t.evict,
+        "PAIRS": pairs_of(g, t, asm),
     }
     scale = 1.0 / n if g.adaptive else g.scale
     steps = (g.strides[0] // align, g.strides[1] // align)
     return -(-g.planes // t.block), (g.channels, *steps, g.planes, scale), constexprs
 
 
-def strip(g: Geometry, t: Tiling, f32: bool) -> Launch:
+def strip(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
     align = math.gcd(g.unit(16 // g.itemsize), g.sizes[2])
     rows, columns, outs = strip_tile(g)
     constexprs = {
@@ -253,13 +267,16 @@ def strip(g: Geometry, t: Tiling, f32: bool) -> Launch:
         "W": g.sizes[2],
         "OH": g.outs[1],
         "OW": g.outs[2],
+        "EXTENT_H": g.kernel[1],
         "EXTENT_W": g.kernel[2],
         "ALIGN": align,
         "REDUCE": g.reduce,
+        "F32": f32,
         "WIDE": g.wide,
-        "BLOCK_R": rows,
+        "BLOCK_R": min(t.step or rows, rows),
         "BLOCK_W": columns,
         "BLOCK_OW": outs,
+        "PAIRS": pairs_of(g, t, asm),
     }
     steps = (g.strides[0] // align, g.strides[1] // align, g.strides[3] // align)
     return g.planes * g.outs[1], (g.channels, *steps), constexprs

@@ -33,6 +33,37 @@ def follow(best, best_at, value, at):
     return tl.where(wins, value, best), tl.where(wins, at, best_at)
 
 
+# Argmax of two pairs of 16-bit values at once: $0, $1 = follow($2, $3, $4, $5), where $6 is a pair
+# of inf. lop3 0xca selects: (wins & $5) | (~wins & $3).
+FOLLOW_F16 = tl.constexpr("""{
+    .reg .b32 least, wins;
+    min.f16x2 least, $2, $6;
+    set.gtu.u32.f16x2 wins, $4, least;
+    max.NaN.f16x2 $0, $2, $4;
+    lop3.b32 $1, wins, $5, $3, 0xca;
+}""")
+FOLLOW_BF16 = tl.constexpr(FOLLOW_F16.value.replace("f16", "bf16"))
+
+
+@triton.jit
+def follow_pairs(best, best_at, value, at, ASM: tl.constexpr):
+    """`follow` for 16-bit values and places [int16]. ASM: two at a time, on sm_90."""
+    if ASM:
+        half: tl.constexpr = best.dtype == tl.float16
+        inf = tl.full(best.shape, float("inf"), best.dtype)
+        # A NaN counts as inf when it is compared with, so that only another NaN wins over it.
+        best, best_at = tl.inline_asm_elementwise(
+            FOLLOW_F16 if half else FOLLOW_BF16, "=&r,=&r,r,r,r,r,r",
+            [best, best_at, value, at, inf], (best.dtype, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        wide = value.to(tl.float32)
+        wins = (wide > best.to(tl.float32)) | (wide != wide)
+        best = tl.where(wins, value, best)
+        best_at = tl.where(wins, at, best_at)
+    return best, best_at
+
+
 @triton.jit
 def to_order(x):
     """Integers [int32] that sort as the values do, NaN largest and both zeros equal; which are NaN.
@@ -85,6 +116,68 @@ def from_keys(keys, DTYPE: tl.constexpr):
     low = (keys & (2 * LARGEST + 1)).to(tl.int32)
     last: tl.constexpr = 2**16 - 1 if BITS == 16 else 2**31 - 1
     return from_order(order, DTYPE), tl.where(order == LARGEST, low, last - low)
+
+
+# $0, $1 = order, low of the pairs $2 with places $3. x * 1 + 0 makes every NaN 0x7fff and -0 0,
+# prmt spreads the signs; the places of all but NaN are inverted.
+KEYS_F16 = tl.constexpr("""{
+    .reg .b32 x, sign, nan;
+    fma.rn.f16x2 x, $2, $4, $5;
+    prmt.b32 sign, x, 0, 0xbb99;
+    lop3.b32 $0, x, sign, 0x7fff7fff, 0x78;
+    set.nan.u32.f16x2 nan, $2, $2;
+    lop3.b32 $1, $3, nan, 0, 0xc3;
+}""")
+KEYS_BF16 = tl.constexpr(KEYS_F16.value.replace("f16", "bf16"))
+
+
+@triton.jit
+def to_pair_keys(x, place, ASM: tl.constexpr):
+    """16-bit values and places [int16, the bits of 0 to 65535] as int32 keys like `to_keys`."""
+    if ASM:
+        one = tl.full(x.shape, 1.0, x.dtype)
+        zero = tl.full(x.shape, 0.0, x.dtype)
+        half: tl.constexpr = x.dtype == tl.float16
+        order, low = tl.inline_asm_elementwise(
+            KEYS_F16 if half else KEYS_BF16, "=&r,=&r,r,r,r,r", [x, place, one, zero],
+            (tl.int16, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+        order = order.to(tl.int32)
+    else:
+        order, nan = to_order(x)
+        order = tl.where(order < 0, order - 1, order)
+        low = tl.where(nan, place, ~place)
+    return order * 2**16 + (low.to(tl.int32) & 0xFFFF)
+
+
+@triton.jit
+def from_pair_keys(keys, DTYPE: tl.constexpr):
+    """Values and places of keys."""
+    order = keys >> 16
+    low = tl.where(order == 2**15 - 1, keys, ~keys) & 0xFFFF
+    return (order ^ ((order >> 31) & 0x7FFF)).to(tl.int16).to(DTYPE, bitcast=True), low
+
+
+@triton.jit
+def accumulate(total, places, x, place, mask, REDUCE: tl.constexpr, F32: tl.constexpr,
+               PAIRS: tl.constexpr):  # fmt: skip
+    """A tile x reduced into the tiles before it, element by element; total None: the first tile.
+
+    total: sums, maxima, for argmax keys; where PAIRS is not None, maxima, and their `places`.
+    """
+    if PAIRS is not None:
+        place = place.to(tl.int16)
+        if total is None:
+            total = x
+        else:
+            total, place = follow_pairs(total, places, x, place, PAIRS)
+    elif REDUCE == "argmax":
+        keys = to_keys(x, place, mask)
+        total = keys if total is None else tl.maximum(total, keys)
+    else:
+        value = compute(x, F32)
+        total = value if total is None else combine(total, value, REDUCE)
+    return total, place
 
 
 @triton.jit

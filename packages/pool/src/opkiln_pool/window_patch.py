@@ -11,8 +11,20 @@ windows (3x3, stride 2: 1.5 loads an output instead of 9), and rows are reduced 
 import triton
 import triton.language as tl
 
-from opkiln_pool.reducers import combine, compute, explode, follow, identity, implode
+from opkiln_pool.reducers import (
+    combine,
+    compute,
+    explode,
+    follow,
+    follow_pairs,
+    from_pair_keys,
+    identity,
+    implode,
+    to_pair_keys,
+)
 from opkiln_pool.window_taps import divide, first_taps, store_found
+
+PLACES = tl.constexpr(64)  # more than the columns of a row that a thread holds
 
 
 @triton.jit
@@ -102,6 +114,57 @@ def follow_row(bests, ats, columns, tap, K: tl.constexpr, STRIDE: tl.constexpr,
     return new_bests, new_ats
 
 
+@triton.jit
+def follow_pieces(bests, places, found, row: tl.constexpr, HEAD: tl.constexpr,
+                  VECTORS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+                  VEC: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Argmax of every column continued over row number `row`. places: row * PLACES + column."""
+    new_bests = ()
+    new_places = ()
+    for i in tl.static_range(HEAD + VECTORS + TAIL):
+        if i < HEAD:
+            place = tl.full([BLOCK], row * PLACES + i, tl.int16)
+        elif i < HEAD + VECTORS:
+            lanes = tl.arange(0, VEC)[None, :] + (row * PLACES + HEAD + (i - HEAD) * VEC)
+            place = tl.broadcast_to(lanes.to(tl.int16), [BLOCK, VEC])
+        else:
+            place = tl.full([BLOCK], row * PLACES + i + VECTORS * (VEC - 1), tl.int16)
+        if row == 0:
+            best = found[i]
+        else:
+            best, place = follow_pairs(bests[i], places[i], found[i], place, ASM)
+        new_bests = new_bests + (best,)
+        new_places = new_places + (place,)
+    return new_bests, new_places
+
+
+@triton.jit
+def pieces_to_keys(bests, places, N: tl.constexpr, ASM: tl.constexpr):
+    """Keys [int32] of columns whose maxima and places are known; the largest is the argmax."""
+    keys = ()
+    for i in tl.static_range(N):
+        keys = keys + (to_pair_keys(bests[i], places[i], ASM),)
+    return keys
+
+
+@triton.jit
+def argmax_columns(keys, firsts, DTYPE: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
+                   DILATION: tl.constexpr, SKIP: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """Argmax of V windows over the keys of columns. firsts: the first tap over the input."""
+    bests = ()
+    ats = ()
+    for v in tl.static_range(V):
+        key = keys[SKIP + v * STRIDE]
+        for k in tl.static_range(1, K):
+            key = tl.maximum(key, keys[SKIP + v * STRIDE + k * DILATION])
+        best, place = from_pair_keys(key, DTYPE)
+        bests = bests + (best,)
+        at = place // PLACES * K + (place % PLACES - (SKIP + v * STRIDE)) // DILATION
+        nothing = best.to(tl.float32) == float("-inf")  # the padding may have won
+        ats = ats + (tl.where(nothing, firsts[v], at),)
+    return bests, ats
+
+
 @triton.jit(do_not_specialize=["items"])
 def patch_kernel(
     x_ptr, out_ptr, index_ptr, offset_ptr,  # the last two None where absent
@@ -111,7 +174,7 @@ def patch_kernel(
     CAN_MISS: tl.constexpr, DIVISOR: tl.constexpr, HEAD: tl.constexpr, FIRST: tl.constexpr,
     VECTORS: tl.constexpr, TAIL: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EVICT: tl.constexpr,
-    CACHE: tl.constexpr,
+    CACHE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(items, BLOCK) programs; an item is V outputs of a row, fewer at the row's end.
 
@@ -149,12 +212,14 @@ def patch_kernel(
     PIECES: tl.constexpr = HEAD + VECTORS + TAIL
     DTYPE: tl.constexpr = tl.float32 if F32 else x_ptr.dtype.element_ty
     pieces = ()
+    places = ()
     bests = ()
     ats = ()
     if REDUCE == "argmax":
         for v in tl.static_range(V):
             starts = (d0, h0, w0 + (v * STRIDE[2] - PADDING[2]))
-            bests = bests + (tl.full([BLOCK], float("-inf"), DTYPE),)
+            if PAIRS is None:
+                bests = bests + (tl.full([BLOCK], float("-inf"), DTYPE),)
             ats = ats + (first_taps(starts, KERNEL, DILATION, PADDING).to(tl.int32),)
     for kd in tl.static_range(KD):
         for kh in tl.static_range(KH):
@@ -168,7 +233,10 @@ def patch_kernel(
             step = (kd * DILATION[0] * strides[2] + kh * DILATION[1] * strides[3]) * VEC
             found = load_row(x_ptrs + step, w0, row_mask, sizes[2], REDUCE, F32, CHECK[2], HEAD,
                              FIRST, VECTORS, TAIL, VEC, EVICT)  # fmt: skip
-            if REDUCE == "argmax":
+            if PAIRS is not None:
+                pieces, places = follow_pieces(pieces, places, found, kd * KH + kh, HEAD,
+                                               VECTORS, TAIL, BLOCK, VEC, PAIRS)  # fmt: skip
+            elif REDUCE == "argmax":
                 columns = columns_of(found, BLOCK, HEAD, VECTORS, TAIL, VEC)
                 bests, ats = follow_row(bests, ats, columns, (kd * KH + kh) * KW, KW, STRIDE[2],
                                         DILATION[2], SKIP, V)  # fmt: skip
@@ -176,7 +244,11 @@ def patch_kernel(
                 pieces = found
             else:
                 pieces = merge(pieces, found, REDUCE, PIECES)
-    if REDUCE != "argmax":
+    if PAIRS is not None:
+        pieces = pieces_to_keys(pieces, places, PIECES, PAIRS)
+        keys = columns_of(pieces, BLOCK, HEAD, VECTORS, TAIL, VEC)
+        bests, ats = argmax_columns(keys, ats, DTYPE, KW, STRIDE[2], DILATION[2], SKIP, V)
+    elif REDUCE != "argmax":
         columns = columns_of(pieces, BLOCK, HEAD, VECTORS, TAIL, VEC)
         bests = reduce_columns(columns, REDUCE, KW, STRIDE[2], DILATION[2], SKIP, V)
 
