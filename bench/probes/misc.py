@@ -1,8 +1,9 @@
 """Measure the candidates of FFT and MHC on their rows of the benchmark pages.
 
-    python bench/probes/misc.py --out DIR [--only SUBSTRING] [--compile]
+    python bench/probes/misc.py --out DIR [--only SUBSTRING] [--compile] [--second]
 
---compile: time torch.compile too, on the MHC rows. Top-k has a probe of its own.
+--compile: time torch.compile too, on the MHC rows. --second: only what the first run of this probe
+led to. Top-k has a probe of its own.
 
 Writes DIR/misc.json and prints one line a row; see common.py for how it measures.
 """
@@ -90,63 +91,77 @@ Candidates = dict[
 
 
 def mhc_post_candidates(row: Row) -> Candidates:
-    from opkiln_misc.mhc_post_cuda import Tiling
+    from opkiln_misc.mhc_post import Tiling
 
-    found: Candidates = {
-        f"triton {c} w{w}": ("mhc_post", {"block_c": c, "num_warps": w})
-        for c, w in [(256, 1), (128, 1), (512, 2), (1024, 4)]
+    sizes = [(128, 1), (256, 1), (256, 2), (512, 1), (512, 2), (1024, 4)]
+    return {
+        f"{c} columns, {w} warps{', fixed' * fixed}": ("mhc_post", {"tiling": Tiling(c, w, fixed)})
+        for c, w in sizes
+        for fixed in (False, True)
     }
-    for threads, per, size in [
-        (32, 1, 16), (64, 1, 16), (96, 1, 16), (160, 1, 16), (320, 1, 16), (64, 2, 16),
-        (160, 2, 16), (32, 4, 16), (64, 4, 16), (160, 4, 16), (320, 4, 16), (64, 1, 8),
-        (128, 1, 8), (128, 1, 4),
-    ]:  # fmt: skip
-        found[f"{threads} threads, {per} streams, {size} B"] = (
-            "mhc_post_cuda", {"tiling": Tiling(threads, per, size)},
-        )  # fmt: skip
-    return found
 
 
 def mhc_pre_candidates(row: Row) -> Candidates:
-    from opkiln_misc import mhc_pre, mhc_pre_split
+    from opkiln_misc import mhc_pre, mhc_pre_cluster
 
     batch = row.sizes[0]
+    two = [
+        mhc_pre.Tiling(1, threads, unroll, mix, size, overlap)
+        for threads, unroll, mix, size in [
+            (256, 2, 160, 16), (256, 2, 160, 4), (256, 2, 96, 8), (256, 4, 160, 4), (128, 4, 160, 4)
+        ]
+        for overlap in (False, True)
+    ]  # fmt: skip
+    one = [
+        mhc_pre_cluster.Tiling(*t)
+        for t in dict.fromkeys([
+            (1, 16, 512, 5, 4), (1, 16, 512, 10, 4), (1, 16, 480, 8, 4), (1, 16, 1024, 5, 4),
+            (1, 16, 1024, 3, 4), (1, 16, 256, 10, 4), (1, 16, 512, 5, 8), (1, 8, 1024, 5, 4),
+            (1, 8, 512, 10, 8), (batch, 16, 512, 10, 4),
+        ])
+    ]  # fmt: skip
     found: Candidates = {
-        f"cluster 16, {t.rows} rows, {t.threads} threads": ("mhc_pre", {"tiling": t})
-        for t in [mhc_pre.rule(batch), mhc_pre.Tiling(mhc_pre.rule(batch).rows, 16, 768)]
+        f"two {t.rows} rows, {t.threads} x {t.unroll}, mix {t.mix_threads} of {t.mix_bytes} B"
+        f"{', overlap' * t.overlap}": ("mhc_pre", {"tiling": t})
+        for t in two
     }
-    for threads, unroll, mix in [
-        (256, 2, 160), (256, 2, 320), (256, 2, 96), (256, 3, 160), (256, 4, 160), (128, 4, 160),
-        (128, 6, 160), (512, 1, 160), (512, 2, 320),
-    ]:  # fmt: skip
-        for rows in {batch, 1}:
-            found[f"split {threads} x {unroll}, {rows} rows, mix {mix}"] = (
-                "mhc_pre_split",
-                {"tiling": mhc_pre_split.Tiling(rows, threads, unroll, mix)},
-            )
+    for c in one:
+        name = f"cluster {c.cluster}, {c.rows} rows, {c.threads} x {c.unroll}, {c.mix_bytes} B"
+        found[name] = ("mhc_pre_cluster", {"tiling": c})
     return found
 
 
-def fft_candidates(row: Row) -> Candidates:
+def named(tilings: list[Any]) -> Candidates:
+    return {
+        f"points {t.points} cluster {t.cluster} threads {t.threads} buffers {t.buffers}"
+        f"{' async' * t.asynchronous}": ("fft", {"tiling": t})
+        for t in tilings
+    }
+
+
+def fft_first(row: Row) -> Candidates:
     from opkiln_misc.fft import Tiling
 
     found = [Tiling(16), Tiling(16, 32, 1), Tiling(8), Tiling(8, 32, 1)]
     found += [Tiling(p, cluster=c) for p in (16, 8) for c in (2, 4, 8)]
-    found += [Tiling(16, cluster=16), Tiling(4, cluster=4)] if len(row.sizes) == 1 else []
-    return {
-        f"points {t.points} cluster {t.cluster} threads {t.threads} buffers {t.buffers}": (
-            "fft", {"tiling": t},
-        )
-        for t in found
-    }  # fmt: skip
+    return named(found)
 
 
-OPS: dict[str, tuple[Callable[..., Any], Callable[[Row], Candidates]]] = {
-    "mhc_post": (mhc_post, mhc_post_candidates),
-    "mhc_pre": (mhc_pre, mhc_pre_candidates),
-    "fft": (fft, fft_candidates),
-}
-SOURCES = {"mhc_post_cuda": "mhc_post"}  # of a module whose source has another name
+def fft_second(row: Row) -> Candidates:
+    from opkiln_misc.fft import Tiling
+
+    shapes = [(8, 2), (16, 2), (8, 4)] + ([(8, 8), (16, 4)] if len(row.sizes) == 1 else [])
+    waits = (False, True)
+    return named([Tiling(p, cluster=c, asynchronous=a) for p, c in shapes for a in waits])
+
+
+MAKE: dict[str, Callable[..., Any]] = {"mhc_post": mhc_post, "mhc_pre": mhc_pre, "fft": fft}
+
+
+def candidates_of(row: Row, second: bool) -> Candidates:
+    if row.op == "fft":
+        return fft_second(row) if second else fft_first(row) | fft_second(row)
+    return mhc_pre_candidates(row) if row.op == "mhc_pre" else mhc_post_candidates(row)
 
 
 def call_of(row: Row, tensors: list[torch.Tensor], params: dict[str, Any]) -> Call:
@@ -158,19 +173,18 @@ def module_of(name: str) -> Any:
     return importlib.import_module(f"opkiln_misc.{name}")
 
 
-def warm(task: tuple[Row, str]) -> dict[str, Any]:
+def warm(task: tuple[Row, str, bool]) -> dict[str, Any]:
     """Compile one CUDA candidate into the cache on disk. The few Triton ones compile when run."""
     from opkiln.device import cuda
     from opkiln_misc.sources import source
 
-    row, candidate = task
-    make, candidates = OPS[row.op]
-    name, options = candidates(row)[candidate]
+    row, candidate, second = task
+    name, options = candidates_of(row, second)[candidate]
     try:
         if name != "mhc_post":
-            plan = module_of(name).plan_for(call_of(row, *make(row, "meta")), **options)
+            plan = module_of(name).plan_for(call_of(row, *MAKE[row.op](row, "meta")), **options)
             for step in plan if isinstance(plan, list) else [plan]:
-                cuda.compile_cubin(source(SOURCES.get(name, name)), "sm_90a", step.macros)
+                cuda.compile_cubin(source(name), "sm_90a", step.macros)
     except Exception as error:  # a candidate that does not compile is a finding, not a failure
         return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
     return {}
@@ -222,38 +236,39 @@ def others_of(row: Row, tensors: list[torch.Tensor], params: Any, compiled: bool
     return found
 
 
-def measure(row: Row, compiled: bool, flush: torch.Tensor) -> dict[str, Any]:
+def measure(row: Row, options: Any, flush: torch.Tensor) -> dict[str, Any]:
     torch.manual_seed(0)
-    make, candidates = OPS[row.op]
-    tensors, params = make(row, "cuda")
+    tensors, params = MAKE[row.op](row, "cuda")
     call = call_of(row, tensors, params)
     fault = fft_fault(tensors) if row.op == "fft" else mhc_fault(row, tensors, params)
 
-    def build(name: str, options: dict[str, Any]) -> Callable[[], Any]:
-        launch = module_of(name).prepare(call, **options)
+    def build(name: str, given: dict[str, Any]) -> Callable[[], Any]:
+        launch = module_of(name).prepare(call, **given)
         return lambda: launch(*tensors)
 
-    runs = {label: lambda c=c: build(*c) for label, c in candidates(row).items()}
-    others = others_of(row, tensors, params, compiled)
+    candidates = candidates_of(row, options.second)
+    runs = {label: lambda c=c: build(*c) for label, c in candidates.items()}
+    others = others_of(row, tensors, params, options.compile)
     return common.measure(runs, others, fault, flush)
 
 
 def all_lines(found: dict[str, Any]) -> str:
     timed = sorted((c for c in found["candidates"] if "us" in c), key=lambda c: c["us"])
-    return "\n".join(f"    {c['us']:8.2f} low {c['low_us']:8.2f}  {c['name']}" for c in timed[:4])
+    return "\n".join(f"    {c['us']:8.2f} low {c['low_us']:8.2f}  {c['name']}" for c in timed[:5])
 
 
 def main() -> None:
-    options = common.options(__doc__, "--compile")
+    options = common.options(__doc__, "--compile", "--second")
     rows = common.chosen(ROWS, options.only)
-    tasks = [(row, name) for row in rows for name in OPS[row.op][1](row)]
+    second = options.second
+    tasks = [(row, name, second) for row in rows for name in candidates_of(row, second)]
     common.warm_all(warm, tasks)
     flush = common.flush_buffer()
     results = common.Results(options.out / "misc.json")
     summary = []
     for row in rows:
         try:
-            found = measure(row, options.compile, flush)
+            found = measure(row, options, flush)
         except Exception as error:  # the other rows still run
             print(f"{row.op} {row.label}: {type(error).__name__}: {error}"[:300], flush=True)
             continue

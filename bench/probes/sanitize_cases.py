@@ -242,12 +242,11 @@ def misc() -> Iterator[Case]:
             x = torch.randn(shape, dtype=dtype).cuda()
             yield f"fft {shape} {dtype}", lambda x=x: F.fft(x, **given)
             params = {"n": shape[-1], "dim": len(shape) - 1, "norm": "backward"}
-            for points, cluster in ((16, 2), (8, 8)) if shape[-1] == 4096 else ():
+            clusters = [(p, 128, 2, c, a) for p, c in ((16, 2), (8, 8)) for a in (False, True)]
+            for tiling in clusters if shape[-1] == 4096 else ():
                 yield (
-                    f"fft {shape} {dtype} cluster {cluster}",
-                    lambda x=x, p=params, t=(points, 128, 2, cluster): direct(
-                        "fft", "fft", [x], p, t
-                    ),
+                    f"fft {shape} {dtype} {tiling}",
+                    lambda x=x, p=params, t=tiling: direct("fft", "fft", [x], p, t),
                 )
         x = torch.randn(300, 5, dtype=dtype).cuda()
         yield f"fft padded columns {dtype}", lambda x=x: F.fft(x, 512, 0, **given)
@@ -268,14 +267,16 @@ def misc() -> Iterator[Case]:
             "alpha_pre": 1.0, "alpha_post": 1.0, "alpha_res": 1.0, "sinkhorn_repeat": 2,
             "sinkhorn_eps": 0.02, "return_h_post": True,
         }  # fmt: skip
-        yield (
-            f"mhc_pre_split {name}",
-            lambda t=[phi, x, b], p=params: direct("mhc_pre", "mhc_pre_split", t, p, (4,)),
-        )
-        yield (
-            f"mhc_post_cuda {name}",
-            lambda t=[layer, post, x]: direct("mhc_post", "mhc_post_cuda", t, {}, (64, 2)),
-        )
+        for module, tiling in (
+            ("mhc_pre", (1, 256, 2, 160, 4, True)),
+            ("mhc_pre", (4,)),
+            ("mhc_pre_cluster", (1,)),
+            ("mhc_pre_cluster", (4, 8)),
+        ):
+            yield (
+                f"{module} {tiling} {name}",
+                lambda t=[phi, x, b], p=params, m=module, g=tiling: direct("mhc_pre", m, t, p, g),
+            )
     for kv, k in ((20000, 1024), (20001, 100), (900, 1024)):
         scores = {
             "normal": torch.randn(1, 2, kv, 1),

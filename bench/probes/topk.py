@@ -29,13 +29,10 @@ SMALL = 2048  # rows of an awkward input
 CHECKED = 48  # rows that are compared with the formula
 ITERATIONS = 7
 
-# threads, CTAs a multiprocessor, vectors a round, rounds; bulk copies; slots by the warp
+# threads, CTAs a multiprocessor, vectors a round, rounds
 TILINGS = [
     *[Tiling(*t) for t in [(512, 2, 4, 2), (512, 2, 2, 4), (256, 2, 4, 4), (256, 3, 4, 2)]],
     *[Tiling(*t) for t in [(256, 2, 8, 2), (256, 3, 2, 4), (512, 1, 4, 5), (1024, 1, 2, 5)]],
-    *[Tiling(*t, bulk=True) for t in [(512, 2, 4, 2), (512, 2, 2, 4), (256, 3, 4, 2)]],
-    *[Tiling(*t, bulk=True) for t in [(256, 2, 4, 4), (512, 1, 4, 5)]],
-    *[Tiling(*t, warp_slots=False) for t in [(512, 2, 4, 2), (256, 3, 4, 2)]],
 ]
 
 
@@ -159,9 +156,7 @@ def measure(shape: Shape, scores: torch.Tensor, flush: torch.Tensor) -> list[dic
 def line(shape: Shape, records: list[dict[str, Any]]) -> str:
     timed = sorted((r for r in records if "us" in r), key=lambda r: r["us"])
     shown = [
-        f"{r['threads']}x{r['blocks']} u{r['unroll']} r{r['ring']}{' bulk' * r['bulk']}"
-        f"{'' if r['warp_slots'] else ' lane'} {r['us']:.1f}"
-        for r in timed
+        f"{r['threads']}x{r['blocks']} u{r['unroll']} r{r['ring']} {r['us']:.1f}" for r in timed
     ]
     failed = len(records) - len(timed)
     head = f"{shape.label} {shape.rows}x{shape.kv} k{shape.k}"
@@ -191,7 +186,9 @@ def main() -> None:
         print(line(shape, records), flush=True)
         for r in records:
             if r["status"] != "ok":
-                print(f"  {r['threads']}x{r['blocks']} bulk {r['bulk']}: {r['status']!r}")
+                print(
+                    f"  {r['threads']}x{r['blocks']} u{r['unroll']} r{r['ring']}: {r['status']!r}"
+                )
 
 
 if __name__ == "__main__":

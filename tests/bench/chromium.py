@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,16 +24,36 @@ QUIET = (
 
 def dump(page: Path, profile: Path, *options: str, address: str = "", script: str = "") -> str:
     """The page's DOM. address: its #state; script: run at its end, as a reader's hand would."""
-    assert CHROMIUM is not None
-    acted = page.with_name(f"{page.stem}-acted.html")
+    shown = page.with_name(f"{page.stem}-acted.html")
+    shown.write_text(acted(page, script), encoding="utf-8")
+    return dom(f"{shown.as_uri()}{address}", profile, *options)
+
+
+def title_on_phone(page: Path, profile: Path, width: int, script: str) -> str:
+    """What `script` leaves in document.title of the page as a phone shows it.
+
+    In a frame: Chromium's window does not get narrower than 500 pixels.
+    """
+    told = f"{{{script}}}\nparent.document.title = document.title;"
+    frame = page.with_name(f"{page.stem}-phone.html")
+    frame.write_text(
+        f'<meta charset="utf-8"><iframe width="{width}" height="800" style="border: 0" '
+        f'srcdoc="{html.escape(acted(page, told))}"></iframe>',
+        encoding="utf-8",
+    )
+    return dom(frame.as_uri(), profile).partition("<title>")[2].partition("</title>")[0]
+
+
+def acted(page: Path, script: str) -> str:
     text = page.read_text(encoding="utf-8")
-    acted.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    return text.replace("</body>", f"<script>{script}</script></body>")
+
+
+def dom(address: str, profile: Path, *options: str) -> str:
+    """The document at an address after its scripts, as text."""
+    assert CHROMIUM is not None
     done = subprocess.run(
-        [
-            *(CHROMIUM, *QUIET, *options, f"--user-data-dir={profile}"),
-            "--dump-dom",
-            f"{acted.as_uri()}{address}",
-        ],
+        [*(CHROMIUM, *QUIET, *options, f"--user-data-dir={profile}"), "--dump-dom", address],
         capture_output=True,
         text=True,
         timeout=120,

@@ -49,6 +49,8 @@ def test_cfg_shows_the_job(tmp_path: Path) -> None:
     [
         ("op=rms_nrm", "unknown op 'rms_nrm'; the nearest are rms_norm"),
         ("backends=[torhc]", "unknown backend 'torhc'; the nearest are torch"),
+        ("suite.rows_per_op=-1", "suite.rows_per_op must be at least 1, got -1"),
+        ("device.bandwidth_gbps=100", "device.bandwidth_gbps, peaks_tflops and floor go together"),
         ("backends=[vllm]", "backend vllm cannot be measured here: its wheel is larger"),
     ],
 )
@@ -58,6 +60,20 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, argument: str, message
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.glob("runs/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("reprot", "unknown command 'reprot'; the nearest is report; settings are name=value"),
+        ("verfy", "the nearest is verify;"),
+        ("xyzzy", "the nearest is report, compare, history, verify, calibrate, collect;"),
+    ],
+)
+def test_an_unknown_command_lists_the_nearest(tmp_path: Path, word: str, told: str) -> None:
+    done = bench(tmp_path, word, "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_broken_configuration_fails_before_anything_runs(tmp_path: Path) -> None:
@@ -85,6 +101,9 @@ def test_a_cpu_sweep_end_to_end(tmp_path: Path) -> None:
             assert len(entry["forward_us"]) + len(entry["reversed_us"]) >= 20
             assert entry["host_us"] > 0
     assert run.header["commit"] == "test"
+    assert len(run.footers) == 2 and 0 < sum(s for _, s in run.spent) <= run.wall_s
+    method = (tmp_path / "runs/one/pages/method.md").read_text()
+    assert "- Where the time went: " in method and "s in 2 parts." in method
     page = (tmp_path / "runs/one/pages/normalization.md").read_text()
     assert page.startswith("# Normalization (CPU wall clock)")
     lines = read_csv(tmp_path / "runs/one/rows.csv")

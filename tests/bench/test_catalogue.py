@@ -95,12 +95,20 @@ def test_rows_of_another_distribution(tmp_path: Path, monkeypatch: pytest.Monkey
     package = tmp_path / "rows_of_a_plugin"
     (package / "rows").mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "rows" / "rms_norm.yaml").write_text(PLUGIN)
+    own = package / "rows" / "rms_norm.yaml"
+    own.write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     rows = load_rows(["opkiln_bench.conf", "rows_of_a_plugin"])
     (mine,) = [r for r in rows if r.label == "my-model"]
     assert mine.tensors["weight"].dtype == "f32"
     assert len(rows) == 244
+    assert rows[-1] is mine  # its file has no order
+    own.write_text(PLUGIN.replace("rows:", "order: 0\nrows:"))
+    assert load_rows(["opkiln_bench.conf", "rows_of_a_plugin"])[0].label == "my-model"
+    own.write_text(PLUGIN.replace("rows:", "order: first\nrows:"))
+    with pytest.raises(CatalogueError, match=r"rms_norm.yaml: order must be an integer, got 'fi"):
+        load_rows(["rows_of_a_plugin"])
+    own.write_text(PLUGIN)
     with pytest.raises(CatalogueError, match=r"already a row of rows_of_a_plugin"):
         load_rows(["rows_of_a_plugin", "rows_of_a_plugin"])
     sys.modules.pop("rows_of_a_plugin")

@@ -116,9 +116,46 @@ def by_events(call: Callable[[], Any], rounds: int = 20) -> float:
     return float(torch.tensor(taken).median())
 
 
-def test_agreement_with_events_above_50_us(measure: Any) -> None:
+def one_kernel() -> Callable[[], Any]:
     x = torch.randn(128 * MIB, device="cuda")
-    call = lambda: x.add(1)  # noqa: E731
+    return lambda: x.add(1)
+
+
+def three_kernels() -> Callable[[], Any]:
+    x = torch.randn(128 * MIB, device="cuda")
+    return lambda: x.add(1).mul_(2).sub_(3)
+
+
+def matmul() -> Callable[[], Any]:
+    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return lambda: a @ b
+
+
+def rms_norm_of_opkiln() -> Callable[[], Any]:
+    from opkiln.functional import rms_norm
+
+    x = torch.randn(32768, 8192, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(8192, device="cuda", dtype=torch.bfloat16)
+    return lambda: rms_norm(x, [8192], weight, backend="opkiln")
+
+
+def graph_replay() -> Callable[[], Any]:
+    x = torch.randn(128 * MIB, device="cuda")
+    out = torch.add(x, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.add(x, 1, out=out)
+        torch.mul(out, 2, out=out)
+    return graph.replay
+
+
+@pytest.mark.parametrize(
+    "prepare", [one_kernel, three_kernels, matmul, rms_norm_of_opkiln, graph_replay]
+)
+def test_agreement_with_events_above_50_us(
+    measure: Any, prepare: Callable[[], Callable[[], Any]]
+) -> None:
+    call = prepare()
     found = measure(call)
     assert median(found) > 50
     assert by_events(call) == pytest.approx(median(found), rel=0.03)

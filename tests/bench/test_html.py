@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.chromium import dump, needs_chromium
+from bench.chromium import dump, needs_chromium, title_on_phone
 from opkiln_bench.analysis import results
 from opkiln_bench.html import write_html
 from opkiln_bench.limits import limits_of
@@ -67,9 +67,9 @@ def test_rows_plots_and_colours(browse: Callable[..., str]) -> None:
     dom = browse()
     assert shown(dom) == ["middle", "best", "worst", "resnet", "broken"]
     assert "5 of 5 rows; geometric mean of the ratios 1.3" in dom
-    assert re.search(r'<td class="num ahead">▲ 1.2\d×</td>', dom)
-    assert re.search(r'<td class="num behind">▼ 0.5\d×</td>', dom)
-    assert '<td class="num bad">wrong</td>' in dom
+    assert re.search(r'<td class="num ahead">▲ 1.2\d×<span class="under">torch 1[12]', dom)
+    assert re.search(r'<td class="num behind">▼ 0.5\d×<span class="under">quack 1', dom)
+    assert '<td class="num bad">wrong<' in dom
     assert re.findall(r'data-family="([^"]+)"', dom) == ["normalization", "convolution"]
     assert dom.count("<svg") == 4
 
@@ -135,9 +135,99 @@ def test_light_and_dark(browse: Callable[..., str]) -> None:
 
 
 @needs_chromium
-def test_a_phone_has_no_sideways_page(browse: Callable[..., str]) -> None:
-    measure = (
-        "document.title = document.documentElement.scrollWidth <= innerWidth ? 'fits' : 'wide';"
-    )
-    dom = browse("--window-size=500,900", script=measure)
-    assert "<title>fits</title>" in dom
+def test_a_row_with_nothing_beside_it_is_not_level(
+    make_row: Make, make_run: Make, tmp_path: Path
+) -> None:
+    found = results([make_run("r", [make_row("lonely", times_us={"opkiln": 10.0})])])
+    page = write_html(tmp_path, found, None, tmp_path / "rows.csv")
+    dom = dump(page, tmp_path / "profile")
+    assert '<td class="num alone">–</td>' in dom
+    assert "– no other 1</button>" in dom and "level 1" not in dom
+    assert shown(dump(page, tmp_path / "profile", address="#verdict=alone")) == ["lonely"]
+
+
+@needs_chromium
+def test_a_row_shows_figures_of_peers_that_are_not_measured(
+    make_row: Make, make_run: Make, tmp_path: Path
+) -> None:
+    row = make_row(op="FusedAddRMSNormFwd", name="fused_add_rms_norm")
+    page = write_html(tmp_path, results([make_run("r", [row])]), None, tmp_path / "rows.csv")
+    dom = dump(page, tmp_path / "p", script="document.querySelector('tr.row').click();")
+    unmeasured = r"<td>vllm</td><td>19.1 µs on the other system's page, unmeasured here</td>"
+    assert re.search(unmeasured, dom)
+
+
+@pytest.fixture
+def on_phone(make_row: Make, make_run: Make, tmp_path: Path) -> Callable[[int, str], str]:
+    """The longest names of the catalogue, on a screen so wide."""
+    conv = {"family": "convolution", "peak": "tensor", "dtype": "f16"}
+    cost = {"flops": 2_000_000_000, "bytes_read": 4_000_000, "bytes_written": 4_000_000}
+    slow = {"opkiln": 2000.0, "torch-native-batch-norm": 2300.0}
+    rows = [
+        make_row("non-neox-2d-b2-s2k-h32-d128", op="RopeNeoxPositionIdsFwd", times_us=slow),
+        make_row("a", op="AdaptiveMaxPool2dIndicesFwd"),
+        make_row("b", op="AdaLayerNormFwd", dtype="f16"),
+        make_row("resnet", op="Conv2dFwd", cost=cost, **conv),
+    ]
+    run = make_run("r", rows)
+    limits = limits_of(run.header["config"]["device"])
+    page = write_html(tmp_path / "pages", results([run]), limits, tmp_path / "rows.csv")
+    return lambda width, script: title_on_phone(page, tmp_path / "profile", width, script)
+
+
+PHONES = pytest.mark.parametrize("width", [360, 400])
+
+
+@needs_chromium
+@PHONES
+def test_a_phone_shows_a_row_without_sideways_scroll(
+    on_phone: Callable[[int, str], str], width: int
+) -> None:
+    measure = """
+    const scroll = document.querySelector('.scroll');
+    const under = [...document.querySelectorAll('td.ahead .under')];
+    document.title = [
+      innerWidth,
+      document.documentElement.scrollWidth <= innerWidth,
+      scroll.scrollWidth <= scroll.clientWidth,
+      under.map((e) => e.textContent.replace(/[\\d.]+$/, 'N')).sort().join(),
+      under.every((e) => e.getBoundingClientRect().right <= innerWidth && e.offsetHeight > 0),
+    ].join(' ')"""
+    others = "torch-compile N,torch-compile N,torch-compile N,torch-native-batch-norm N"
+    assert on_phone(width, measure) == f"{width} true true {others} true"
+
+
+@needs_chromium
+@PHONES
+def test_names_on_a_phone_break_between_words(
+    on_phone: Callable[[int, str], str], width: int
+) -> None:
+    # a word of an op's name lies on one line: its range is one rectangle
+    measure = """
+    const cells = [...document.querySelectorAll('tr.row td:first-child')];
+    const words = cells.flatMap((td) => [...td.childNodes]);
+    const lines = (node) => {
+      const range = document.createRange();
+      range.selectNode(node);
+      return range.getClientRects().length;
+    };
+    const texts = words.filter((w) => w.nodeType === 3);
+    document.title = texts.filter((w) => lines(w) > 1).length + ' of ' + texts.length"""
+    assert on_phone(width, measure) == "0 of 16"
+
+
+@needs_chromium
+@PHONES
+def test_plots_on_a_phone_can_be_read(on_phone: Callable[[int, str], str], width: int) -> None:
+    measure = """
+    const svgs = [...document.querySelectorAll('svg')];
+    const size = (svg) => 12 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+    const names = [...document.querySelectorAll('.roof-name')].map((e) => e.textContent);
+    const ticks = (svg) => svg.querySelectorAll('.grid[y2="254"]').length;
+    document.title = [
+      svgs.length,
+      svgs.every((svg) => size(svg) >= 11),
+      svgs.filter((_, i) => i % 2 === 0).every((svg) => ticks(svg) >= 2),
+      names.join(),
+    ].join(' ')"""
+    assert on_phone(width, measure) == "4 true true 4.67 TB/s,tensor f16 790,4.67 TB/s"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from opkiln_bench import lease, runner
+from opkiln_bench.catalogue import CatalogueError
 from opkiln_bench.lease import leased_gpu
 
 GPUS = ["gpu-a", "gpu-b"]
@@ -60,6 +61,17 @@ def test_waits_until_a_killed_process_lets_go(holder: subprocess.Popen[str]) -> 
     with leased_gpu(GPUS, 0, say) as index:
         assert index == 0
     assert said == ["every GPU is leased to another run: waiting for one"]
+
+
+def test_no_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CatalogueError, match="torch sees no GPU here"):
+        with leased_gpu([], None, print):
+            pass
+    monkeypatch.setattr(runner, "gpu_uuids", lambda: [])
+    for index in (None, 0):
+        with pytest.raises(CatalogueError, match="torch sees no GPU here"):
+            with runner.device_in_use("cuda", index, print):
+                pass
 
 
 def test_a_run_on_a_gpu_makes_it_current(monkeypatch: pytest.MonkeyPatch) -> None:

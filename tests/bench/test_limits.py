@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ assert LIMITS is not None
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("read_index", range(14))
+@pytest.mark.parametrize("read_index", range(len(PROFILE["floor"]["read_bytes"])))
 def test_floor_is_the_table_at_its_points(read_index: int) -> None:
     floor = PROFILE["floor"]
     for write_index, write in enumerate(floor["write_bytes"]):
@@ -28,6 +29,15 @@ def test_floor_between_and_beyond_the_points() -> None:
     assert LIMITS.floor_us(24 * MIB, 24 * MIB) < LIMITS.floor_us(32 * MIB, 32 * MIB)
     double = LIMITS.floor_us(4096 * MIB, 0) / LIMITS.floor_us(2048 * MIB, 0)
     assert double == pytest.approx(2.0)
+
+
+def test_between_points_reads_and_writes_add_up() -> None:
+    """A device of 1 byte a ps either way: its floor is the sum of bytes, whatever the spacing."""
+    axis = [0, 4 * MIB, 64 * MIB]
+    us = [[1.0 + (read + write) * 1e-6 for write in axis] for read in axis]
+    limits = replace(LIMITS, floor={"read_bytes": axis, "write_bytes": axis, "us": us})
+    for read, write in ((MIB, 0), (16 * MIB, 16 * MIB), (5 * MIB, 60 * MIB)):
+        assert limits.floor_us(read, write) == pytest.approx(1.0 + (read + write) * 1e-6)
 
 
 def test_reads_cost_less_than_copies_of_the_same_sum() -> None:

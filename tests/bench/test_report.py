@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from opkiln_bench import commands
+from opkiln_bench.records import MULTIRUN
 from opkiln_bench.rows_csv import read_csv
 
 Make = Callable[..., Any]
@@ -60,6 +61,17 @@ def test_a_later_run_replaces_its_rows_on_every_page(
     assert report(second, first, into=tmp_path / "reversed") == files
 
 
+def test_shards_of_two_runs_are_kept_apart(make_row: Make, make_run: Make, tmp_path: Path) -> None:
+    for hour, name in enumerate(("one", "two")):
+        make_run(f"{name}/0", [make_row(name)], date=f"2026-11-30T1{hour}:00:00Z")
+        (tmp_path / name / MULTIRUN).touch()
+    out = tmp_path / "out"
+    files = report(tmp_path / "one/0", tmp_path / "two/0", into=out)
+    assert {"records/one/0.jsonl", "records/two/0.jsonl"} <= set(files)
+    assert [r["run"] for r in read_csv(out / "rows.csv")] == ["one/0", "two/0"]
+    assert report(out, into=out) == files
+
+
 def test_the_method_page_says_how_far_two_runs_agree(
     first: Path, second: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +97,8 @@ def test_the_summary_goes_between_the_markers_of_a_readme(
     arguments = ["report", str(first), "--into", str(tmp_path / "out"), "--readme", str(readme)]
     assert commands.main(arguments) == 0
     page = readme.read_text()
-    assert page.startswith("# top\n<!-- table:begin -->\n| op | rows |")
+    total = "2 rows: 2 ahead, 0 level, 0 behind; geometric mean 1.21×"
+    assert page.startswith(f"# top\n<!-- table:begin -->\n{total}\n\n| op | rows |")
     assert page.endswith("<!-- table:end -->\nbottom\n") and "old" not in page
     assert "| RMSNormFwd | 2 |" in page and "2026-11-30, abc" in page
 

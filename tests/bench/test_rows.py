@@ -18,6 +18,7 @@ PAGE = {
     for r in csv.DictReader((Path(__file__).parent / "page_rows.csv").read_text().splitlines())
 }
 OWN = load_rows(["opkiln_bench.conf"])
+PHASES = ("prefill", "decode")
 BY_OP = {op: [r for r in OWN if r.op == op] for op in sorted({r.op for r in OWN})}
 
 
@@ -33,6 +34,17 @@ def test_each_page_shows_its_rows() -> None:
         assert ("norm" in row.pages) == (on_page["page_norm"] == "1"), row
     assert sum("all" in r.pages for r in OWN) == 200
     assert sum("norm" in r.pages for r in OWN) == 112
+
+
+def test_ops_and_workloads_come_in_the_pages_order() -> None:
+    ops = list(dict.fromkeys(r.op for r in OWN))
+    assert ops[:4] == ["LayerNormFwd", "FusedAddLayerNormFwd", "RMSNormFwd", "FusedAddRMSNormFwd"]
+    assert ops[4:7] == ["AdaLayerNormFwd", "AdaLayerNormZeroFwd", "BatchNormFwd"]
+    assert ops[10:14] == ["Conv1dFwd", "Conv2dFwd", "Conv3dFwd", "AdaptiveMaxPool2dFwd"]
+    assert ops[-4:] == ["FFTC2CFwd", "MHCPostFwd", "MHCPreFwd", "TopkSelectorFwd"]
+    labels = list(dict.fromkeys(r.label for r in OWN if r.op == "FusedAddRMSNormFwd"))
+    sizes = [f"llama-{size}-{phase}" for size in ("8b", "70b", "405b") for phase in PHASES]
+    assert labels == [*sizes, "llama-13b-prefill"]
 
 
 def test_a_page_has_no_label_twice() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from opkiln_bench import commands, verify
-from opkiln_bench.analysis import judge
+from opkiln_bench.analysis import judge, results
 from opkiln_bench.environment import device_name
-from opkiln_bench.records import RecordError
+from opkiln_bench.records import MULTIRUN, RecordError
+from opkiln_bench.rows_csv import update_csv
 
 Make = Callable[..., Any]
 
@@ -21,7 +23,7 @@ def judged(make_row: Make) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("ours", "torch", "reproduced"),
+    ("ours", "other", "reproduced"),
     [
         (10.0, 20.0, [True, True, True]),
         (10.5, 20.5, [True, True, True]),
@@ -30,8 +32,8 @@ def judged(make_row: Make) -> Callable[..., Any]:
     ],
     ids=["same", "within", "slower", "ratio"],
 )
-def test_figures(judged: Any, ours: float, torch: float, reproduced: list[bool]) -> None:
-    found = verify.figures(judged(opkiln=10.0, torch=20.0), judged(opkiln=ours, torch=torch))
+def test_figures(judged: Any, ours: float, other: float, reproduced: list[bool]) -> None:
+    found = verify.figures(judged(opkiln=10.0, torch=20.0), judged(opkiln=ours, torch=other))
     assert [f.name for f in found] == ["opkiln us", "torch us", "ratio"]
     assert [f.reproduced for f in found] == reproduced
 
@@ -44,15 +46,43 @@ def test_a_launchs_jitter_is_allowed_below_5_us(judged: Any) -> None:
 
 def test_a_row_by_number_and_by_name(make_row: Make, make_run: Make) -> None:
     runs = [make_run("r", [make_row("a"), make_row("b"), make_row("b", dtype="f16")])]
-    assert verify.published_row(runs, "2").record["label"] == "b"
+    none = Path("no/rows.csv")
+    assert verify.published_row(runs, "2", none).record["label"] == "b"
     for name in ("RMSNormFwd/b/f16", "rms_norm/b/f16", "rms*/b/f16"):
-        assert verify.published_row(runs, name).record["dtype"] == "f16"
+        assert verify.published_row(runs, name, none).record["dtype"] == "f16"
     with pytest.raises(RecordError, match=r"--row must be 1 to 3, .* got 9"):
-        verify.published_row(runs, "9")
+        verify.published_row(runs, "9", none)
     with pytest.raises(RecordError, match=r"names 2 rows; such as RMSNormFwd/b/bf16"):
-        verify.published_row(runs, "rms_norm/b")
+        verify.published_row(runs, "rms_norm/b", none)
     with pytest.raises(RecordError, match="names 0 rows"):
-        verify.published_row(runs, "rms_norm/x")
+        verify.published_row(runs, "rms_norm/x", none)
+
+
+def test_a_number_is_a_line_of_rows_csv(make_row: Make, make_run: Make, tmp_path: Path) -> None:
+    """The file keeps lines of earlier runs, whose records may lie elsewhere."""
+    path = tmp_path / "rows.csv"
+    update_csv(path, results([make_run("old", [make_row("gone"), make_row("a")])]))
+    runs = [make_run("new", [make_row("a"), make_row("b")])]
+    update_csv(path, results(runs))
+    assert verify.published_row(runs, "2", path).record["label"] == "a"
+    assert verify.published_row(runs, "3", path).record["label"] == "b"
+    with pytest.raises(RecordError, match=r"row 1 of .*rows\.csv is RMSNormFwd/gone/bf16, which"):
+        verify.published_row(runs, "1", path)
+    with pytest.raises(RecordError, match="--row must be 1 to 3"):
+        verify.published_row(runs, "4", path)
+
+
+def test_verify_needs_a_gpu_for_a_row_of_one(
+    make_row: Make,
+    make_run: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    make_run("r", [make_row("llama-8b-decode")])
+    assert commands.main(["verify", str(tmp_path / "r"), "--row", "1"]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -73,8 +103,6 @@ def of_this_machine(make_row: Make, make_run: Make, tmp_path: Path) -> Callable[
 
 
 def verify_device() -> Any:
-    import torch
-
     return torch.device("cpu")
 
 
@@ -116,3 +144,12 @@ def test_history(
     assert "run2: 10.0" in new and "torch 15.0" in new and "1.50x ahead" in new
     assert commands.main(["history", "rms_nrm/a/bf16", str(tmp_path)]) == 2
     assert "no run has a row rms_nrm/a/bf16; the nearest are RMS" in capsys.readouterr().err
+
+
+def test_history_names_shards_after_their_run(
+    make_row: Make, make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("split/0", [make_row("a")])
+    (tmp_path / "split" / MULTIRUN).touch()
+    assert commands.main(["history", "rms_norm/a", str(tmp_path)]) == 0
+    assert " abc split/0: 10." in capsys.readouterr().out

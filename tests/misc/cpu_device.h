@@ -10,7 +10,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -190,11 +192,46 @@ inline void cluster_arrive() {
 inline void cluster_wait() {
     while (cpu::state.cluster.generation == cpu::state.self->cluster_generation) cpu::yield();
 }
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+inline void expect_bytes(u64* arrivals, u32 bytes) { *arrivals = bytes; }
+inline void wait_for_bytes(u64* arrivals) {
+    while (*arrivals) cpu::yield();
+}
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_before() {}
 template <typename T>
 T* peer(T* pointer, u32 rank) {
     const size_t offset = reinterpret_cast<unsigned char*>(pointer) - dynamic_shared();
     auto at = reinterpret_cast<size_t>(cpu::state.blocks[rank].shared.data());
     return reinterpret_cast<T*>((at + 15) / 16 * 16 + offset);
+}
+
+template <typename T>
+void store_async(T* to, const T& value, u32 rank, u64* arrivals) {
+    *peer(to, rank) = value;
+    *peer(arrivals, rank) -= sizeof value;
+}
+
+// Copies of a thread, by group. Bytes arrive when they are waited for: until then the place holds NaN.
+struct Copy { void* to; const void* from; };
+inline std::map<std::pair<cpu::Block*, u32>, std::deque<std::vector<Copy>>> copies;  // of a thread, by group
+
+inline std::deque<std::vector<Copy>>& own_copies() {
+    auto& groups = copies[{cpu::state.self->block, threadIdx.x}];
+    if (groups.empty()) groups.emplace_back();  // the last is not committed
+    return groups;
+}
+inline void copy_async(void* to, const void* from) {
+    std::memset(to, 0xff, 16);
+    own_copies().back().push_back({to, from});
+}
+inline void copies_commit() { own_copies().emplace_back(); }
+template <int OPEN>
+void copies_wait() {
+    auto& groups = own_copies();
+    for (; groups.size() > OPEN + 1; groups.pop_front()) {
+        for (const Copy& c : groups.front()) std::memcpy(c.to, c.from, 16);
+    }
 }
 
 template <typename T>
@@ -241,6 +278,7 @@ inline float __int_as_float(int x) { return cpu::value<float>(static_cast<u32>(x
 inline u32 __float_as_uint(float x) { return static_cast<u32>(cpu::bits(x)); }
 inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 inline float __expf(float x) { return std::exp(x); }
+inline float square_root(float x) { return std::sqrt(x); }
 inline float reciprocal(float x) { return 1 / x; }
 using std::min;
 using std::max;

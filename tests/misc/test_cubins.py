@@ -10,7 +10,7 @@ from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_misc import fft as fft_module
-from opkiln_misc import mhc_post_cuda, mhc_pre_split
+from opkiln_misc import mhc_pre_cluster
 from opkiln_misc.plugin import MODULES, planner
 from opkiln_misc.sources import source
 
@@ -45,7 +45,6 @@ ROWS = {
 }
 # Of the selection, a few per cent of the time; the loop that streams has none.
 MOST_LOCAL = {"topk1024": 64}
-POST = [meta(4, 2560, dtype=torch.bfloat16), meta(4, 4), meta(4, 10240, dtype=torch.bfloat16)]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -59,20 +58,23 @@ def test_compiles_without_spills(row, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("points", "cluster"), [(16, 2), (16, 8), (8, 2), (8, 8)])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_an_fft_over_a_cluster_compiles_without_spills(points, cluster, dtype, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_fft_over_a_cluster_compiles_without_spills(
+    points, cluster, dtype, asynchronous, tmp_path
+):
     op, tensors, params = fft(4096, dtype)
     call = Call.of(CATALOGUE[op], tensors, params, real=False)
-    (step,) = fft_module.plan_for(call, fft_module.Tiling(points, cluster=cluster))
+    tiling = fft_module.Tiling(points, cluster=cluster, asynchronous=asynchronous)
+    (step,) = fft_module.plan_for(call, tiling)
     assert local_bytes(source("fft"), step.macros, tmp_path) == 0
 
 
-def test_mhc_variants_compile_without_spills(tmp_path):
-    op, tensors, params = ROWS["pre"]
-    plan = mhc_pre_split.plan_for(Call.of(CATALOGUE[op], tensors, params, real=False))
-    assert local_bytes(source("mhc_pre_split"), plan.macros, tmp_path) == 0
-    call = Call.of(CATALOGUE["mhc_post"], POST, {}, real=False)
-    post = mhc_post_cuda.plan_for(call)
-    assert local_bytes(source("mhc_post"), post.macros, tmp_path) == 0
+@pytest.mark.parametrize("row", ["pre", "pre-8-streams"])
+def test_mhc_pre_in_clusters_compiles_without_spills(row, tmp_path):
+    op, tensors, params = ROWS[row]
+    call = Call.of(CATALOGUE[op], tensors, params, real=False)
+    plan = mhc_pre_cluster.plan_for(call)
+    assert local_bytes(source("mhc_pre_cluster"), plan.macros, tmp_path) == 0
 
 
 def local_bytes(text: str, macros: dict, folder: Path) -> int:

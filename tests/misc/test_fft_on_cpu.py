@@ -4,6 +4,7 @@ import pytest
 import torch
 from misc.on_cpu import conformance, needs_compiler
 from opkiln.ops import CATALOGUE
+from opkiln.policy import Policy
 from opkiln.spec import Call
 from opkiln_misc import fft
 from opkiln_misc.fft import Tiling
@@ -51,9 +52,10 @@ SPREAD = [(16, 2), (16, 8), (16, 16), (8, 2), (8, 8), (4, 2)]
 
 @pytest.mark.parametrize(("points", "cluster"), SPREAD, ids=str)
 @pytest.mark.parametrize("dtype", [C64, C128], ids=str)
-def test_a_cluster_for_each_transform(points, cluster, dtype):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_cluster_for_each_transform(points, cluster, dtype, asynchronous):
     torch.manual_seed(0)
-    tiling = Tiling(points, cluster=cluster)
+    tiling = Tiling(points, cluster=cluster, asynchronous=asynchronous)
     assert error(torch.randn(3, 4096, dtype=dtype), tiling=tiling) < LIMIT[dtype]
     assert error(torch.randn(1024, 2, dtype=dtype), 0, tiling) < LIMIT[dtype]
 
@@ -77,3 +79,21 @@ def test_refused(shape, n, words):
     call = Call.of(CATALOGUE["fft"], [x], dict(n=n, dim=1, norm="ortho"), real=False)
     with pytest.raises(ValueError, match=words):
         fft.plan_for(call)
+
+
+def planned(transforms: int, dtype: torch.dtype, policy: Policy) -> fft.Step:
+    x = torch.empty(transforms, 4096, dtype=dtype, device="meta")
+    params = dict(n=4096, dim=1, norm="backward")
+    (step,) = fft.plan_for(Call.of(CATALOGUE["fft"], [x], params, policy, real=False))
+    return step
+
+
+@pytest.mark.parametrize(("transforms", "cluster"), [(1, 8), (16, 8), (64, 2), (67, 1)])
+def test_few_transforms_take_clusters(transforms, cluster):
+    assert planned(transforms, C64, Policy()).cluster == cluster
+    assert planned(transforms, C64, Policy(batch_invariant=True)).cluster == 1
+
+
+def test_a_cluster_without_room_for_two_buffers_is_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        fft.step(C64, 32768, [], (1, 1), 32768, 0, Tiling(16, cluster=2))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_misc.mhc_post import layout, prepare
+from opkiln_misc.mhc_post import Tiling, layout, prepare, rule
 from opkiln_misc.plugin import supports_mhc_post
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,12 +16,14 @@ def random(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def run(layer: torch.Tensor, h: torch.Tensor, res: torch.Tensor, **options: int) -> int:
+def run(
+    layer: torch.Tensor, h: torch.Tensor, res: torch.Tensor, tiling: Tiling | None = None
+) -> int:
     """Launch, compare with float64, return the alignment that the kernel was told."""
     spec, tensors = CATALOGUE["mhc_post"], [layer, h, res]
     call = Call.of(spec, tensors, {})
     assert supports_mhc_post(call) is None
-    got = prepare(call, **options)(*tensors)
+    got = prepare(call, tiling)(*tensors)
     want = spec.reference(*(t.double() for t in tensors))
     assert (got.shape, got.dtype, got.is_contiguous()) == (res.shape, res.dtype, True)
     torch.testing.assert_close(got.double(), want, rtol=RTOL[res.dtype], atol=2**-20)
@@ -35,9 +37,15 @@ def test_sizes(dtype, n, c, align):
     assert run(*tensors) == align
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("block_c", [16, 128])
-def test_blocks(block_c):
-    run(random(2, 72), random(2, 4), random(2, 288), block_c=block_c)
+def test_blocks(block_c, fixed):
+    run(random(2, 72), random(2, 4), random(2, 288), Tiling(block_c, 1, fixed))
+
+
+def test_one_row_takes_more_ctas():
+    assert rule(1).block_c < rule(2).block_c
+    run(random(1, 200), random(1, 4), random(1, 800))
 
 
 STRIDES = {

@@ -1,20 +1,29 @@
-"""csrc/mhc_pre.cu itself, run on the CPU: clusters, barriers and remote shared memory included."""
+"""csrc/mhc_pre.cu and csrc/mhc_pre_cluster.cu themselves, run on the CPU."""
 
 import pytest
 import torch
 from misc.on_cpu import conformance, needs_compiler
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_misc import mhc_pre
-from opkiln_misc.mhc_pre import Tiling
+from opkiln_misc import mhc_pre, mhc_pre_cluster, plugin
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
-SMALL = Tiling(rows=2, cluster=2, threads=192)
+SMALL = {
+    mhc_pre: mhc_pre.Tiling(2, 64, 2, 96),
+    mhc_pre_cluster: mhc_pre_cluster.Tiling(2, 2, 96, 2, 8),
+}
+modules = pytest.mark.parametrize("module", SMALL, ids=lambda m: m.__name__)
 
 
+@modules
 @pytest.mark.parametrize("case", conformance("mhc_pre", torch.float32, torch.bfloat16))
-def test_conformance(case, monkeypatch):
-    monkeypatch.setattr(mhc_pre, "rule", lambda batch: SMALL)
+def test_conformance(module, case, monkeypatch):
+    class Planner:
+        @staticmethod
+        def prepare(call):
+            return module.prepare(call, SMALL[module])
+
+    monkeypatch.setattr(plugin, "planner", lambda op: Planner)
     assert case.run() == ""
 
 
@@ -29,39 +38,48 @@ def call_of(batch: int, streams: int, columns: int, repeat: int = 2) -> tuple[Ca
     return Call.of(CATALOGUE["mhc_pre"], tensors, params), tensors
 
 
-@pytest.mark.parametrize("streams", [3, 8])
-def test_streams(streams):
-    call, tensors = call_of(3, streams, 20)
-    got = mhc_pre.prepare(call, Tiling(rows=4, cluster=4, threads=96))(*tensors)
+@modules
+@pytest.mark.parametrize(("streams", "columns"), [(3, 20), (8, 20), (8, 21), (2, 1000), (4, 2)])
+def test_sizes(module, streams, columns):
+    """Several vectors a lane, several slabs, fewer columns than threads or CTAs of a cluster."""
+    tiling = {
+        mhc_pre: mhc_pre.Tiling(4, 96, 3, 96, 8, overlap=True),
+        mhc_pre_cluster: mhc_pre_cluster.Tiling(4, 8, 96, 1, 4),
+    }[module]
+    call, tensors = call_of(3, streams, columns)
+    got = module.prepare(call, tiling)(*tensors)
     wide = [t.double() for t in tensors]
     want = call.spec.reference(*wide, **vars(call.params))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_do_not_depend_on_the_batch():
+@modules
+def test_phi_without_vectors(module):
+    """80 columns one by one: three a lane."""
+    call, (phi, x, b) = call_of(2, 8, 20)
+    shifted = torch.empty(160, 81)[:, 1:].copy_(phi)
+    call = Call.of(call.spec, [shifted, x, b], vars(call.params))
+    assert module.plan_for(call).macros["PHI_VECTOR"] == 1
+    got = module.prepare(call, SMALL[module])(shifted, x, b)
+    for g, w in zip(got, call.spec.reference(phi, x, b, **vars(call.params)), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-6)
+
+
+@modules
+def test_rows_do_not_depend_on_the_batch(module):
     call, tensors = call_of(5, 4, 24)
-    many = mhc_pre.prepare(call, Tiling(rows=4, cluster=2, threads=192))(*tensors)
+    many = module.prepare(call, SMALL[module])(*tensors)
     phi, x, b = tensors
     one, _ = call_of(1, 4, 24)
-    alone = mhc_pre.prepare(one, Tiling(rows=1, cluster=2, threads=192))(phi, x[:1], b)
+    fields = SMALL[module].__dataclass_fields__
+    tiling = type(SMALL[module])(1, *[getattr(SMALL[module], f) for f in fields][1:])
+    alone = module.prepare(one, tiling)(phi, x[:1], b)
     for a, m in zip(alone, many, strict=True):
         assert torch.equal(a, m[:1])
 
 
-def test_fewer_columns_than_ctas():
-    """Some CTAs of the cluster have no column at all."""
-    call, tensors = call_of(2, 4, 2)
-    got = mhc_pre.prepare(call, Tiling(rows=2, cluster=4, threads=96))(*tensors)
-    want = call.spec.reference(*tensors, **vars(call.params))
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-6)
-
-
-def test_too_many_columns_are_refused():
-    meta = dict(device="meta")
-    tensors = [torch.empty(s, **meta) for s in ((4 * 10**6, 24), (1, 4 * 10**6), (24,))]
-    call, _ = call_of(1, 4, 2)
-    params = vars(call.params)
-    with pytest.raises(ValueError, match="shared memory"):
-        mhc_pre.plan_for(Call.of(call.spec, tensors, params, real=False))
+def test_streams_beyond_the_kernels_are_refused():
+    call, _ = call_of(1, 9, 2)
+    with pytest.raises(ValueError, match="8 streams"):
+        mhc_pre.plan_for(call)

@@ -1,38 +1,19 @@
 """csrc/topk.cu itself, run on the CPU, against the stable sort: every input that could fool it."""
 
-import hashlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from misc.on_cpu import Kernel, conformance, needs_compiler
-from opkiln.device import cuda
+from misc.on_cpu import conformance, needs_compiler
 from opkiln.ops import CATALOGUE
 from opkiln.policy import Policy
 from opkiln.spec import Call
 from opkiln_misc import topk
 from opkiln_misc.topk import Tiling
 
-pytestmark = [needs_compiler, pytest.mark.usefixtures("copying")]
-COPIES = Path(__file__).with_name("test_topk_copies.h")
+pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
 KV = 20000  # several times what is collected, so that the bound is guessed
 SMALL = Tiling(threads=128, blocks=1, unroll=4, ring=3)
-
-
-class CopyingKernel(Kernel):
-    """With the asynchronous copies of topk.cu, which are PTX, as test_topk_copies.h has them."""
-
-    def __init__(self, source, name, device, macros=None):
-        first, last = source.index("// Copies from global"), source.index("constexpr int WARPS")
-        digest = hashlib.sha256(COPIES.read_bytes()).hexdigest()
-        include = f'#include "{COPIES}"  // {digest}\n'
-        super().__init__(source[:first] + include + source[last:], name, device, macros)
-
-
-@pytest.fixture
-def copying(emulated, monkeypatch):
-    monkeypatch.setattr(cuda, "load", CopyingKernel)
 
 
 @pytest.mark.parametrize("case", conformance("topk_selector", torch.float32))
@@ -128,8 +109,6 @@ TILINGS = {
     "rule": topk.rule(topk.LEAST_CAPACITY),
     "long-rounds": Tiling(threads=128, blocks=1, unroll=8, ring=2),
     "many-rounds": Tiling(threads=256, blocks=1, unroll=1, ring=7),
-    "bulk": Tiling(threads=128, blocks=1, unroll=2, ring=3, bulk=True),
-    "lane-slots": Tiling(threads=128, blocks=1, unroll=4, ring=2, warp_slots=False),
 }
 
 

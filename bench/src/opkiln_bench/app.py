@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -34,12 +36,36 @@ def measure(cfg: DictConfig) -> None:
         sys.exit(code)
 
 
+class FolderCheck(Callback):
+    """Tells in one line where the run's folder cannot be made: Hydra's own try is a traceback."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        self.check(config)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self.check(config)
+
+    def check(self, config: DictConfig) -> None:
+        from opkiln_bench.catalogue import CatalogueError
+        from opkiln_bench.validate import check_folder
+
+        try:
+            check_folder("output.runs_dir", Path(config.output.runs_dir))
+        except CatalogueError as error:
+            print(f"opkiln-bench: {error}", file=sys.stderr)
+            sys.exit(2)  # no exception: Hydra turns those of a callback into warnings
+
+
 def main() -> None:
     """The console script: a command by name, everything else is Hydra's."""
     from opkiln_bench import commands
 
-    if len(sys.argv) > 1 and sys.argv[1] in commands.COMMANDS:
-        sys.exit(commands.main(sys.argv[1:]))
+    if len(sys.argv) > 1:
+        if sys.argv[1] in commands.COMMANDS:
+            sys.exit(commands.main(sys.argv[1:]))
+        if told := commands.unknown(sys.argv[1]):
+            print(told, file=sys.stderr)
+            sys.exit(2)
     measure()
 
 

@@ -6,11 +6,13 @@ bytes and writes so many, L2 cold. Writes a device profile to the user's configu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,34 +22,73 @@ from opkiln_bench.limits import user_profiles
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.sweep import now
 from opkiln_bench.timing import MeasureError
-from opkiln_bench.timing.cupti import CuptiTimer
+from opkiln_bench.timing.cupti import ATTEMPTS, MARKER, CuptiTimer, L2Flush, mark, recorded
+from opkiln_bench.timing.intervals import Activity, attribute
 from opkiln_bench.verdict import median_us
 
 KIB = 1024
-AXIS = [0, *(n * KIB for n in (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072))]
-AXIS += [512 * KIB * KIB, 2048 * KIB * KIB]
-# (words a program moves each way, warps), 1 to 4 vectors of 16 bytes a thread: the best counts
-SHAPES = ((1024, 8), (2048, 8), (4096, 8), (1024, 4))
+# Steps of sqrt(2) where rows are: between two points of 2x the plane lies up to 3 % off the table.
+STEPS = [round(256 * KIB * 2 ** (i / 2) / KIB) * KIB for i in range(17)]
+AXIS = [0, 32 * KIB, 64 * KIB, 128 * KIB, *STEPS]
+AXIS += [n * KIB * KIB for n in (128, 512, 2048)]
+WARMUP_CALLS = 1  # of a point, not counted: the last point's addresses are in the TLB
+SCREEN_SAMPLES = 3  # of every stream; the fastest FINALISTS then get the samples asked for
+FINALISTS = 2
+LINE_WORDS = 32  # 128 bytes: no two programs share a line
 MATRIX = 8192
 
 
+class Shape(NamedTuple):
+    """A program moves up to `block` words each way, 1 to 8 vectors of 16 bytes a thread.
+
+    hints: loads are evicted first and stores stream, as in kernels that touch each byte once.
+    """
+
+    block: int
+    warps: int
+    hints: bool
+
+
+SIZES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 16))
+SHAPES = tuple(Shape(block, warps, hints) for block, warps in SIZES for hints in (False, True))
+
+
 @triton.jit
-def stream_kernel(x_ptr, y_ptr, read_words, write_words, BLOCK: tl.constexpr):
-    """Grid: (cdiv(max(read_words, write_words), BLOCK),). Program i reads and writes block i."""
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offs, mask=offs < read_words, other=0)
-    tl.store(y_ptr + offs, x + 1, mask=offs < write_words)
-    # a word that no input holds: the load is needed, this store never happens
-    tl.store(y_ptr + offs, x, mask=(offs >= write_words) & (x == -2147483648))
+def stream_kernel(
+    x_ptr, y_ptr, read_words, write_words, read_chunk, write_chunk,
+    BLOCK: tl.constexpr, HINTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs,). Program i reads and writes the i-th chunk of each, at most BLOCK words.
+
+    All masks depend on arguments: no compiler can drop a load, though nothing may be stored of it.
+    """
+    EVICT: tl.constexpr = "evict_first" if HINTS else ""
+    CACHE: tl.constexpr = ".cs" if HINTS else ""
+    offs = tl.arange(0, BLOCK)
+    read_from = tl.program_id(0) * read_chunk
+    write_from = tl.program_id(0) * write_chunk
+    read_mask = (offs < read_chunk) & (read_from + offs < read_words)
+    write_mask = (offs < write_chunk) & (write_from + offs < write_words)
+    x = tl.load(x_ptr + read_from + offs, mask=read_mask, other=0, eviction_policy=EVICT)
+    tl.store(y_ptr + write_from + offs, x + 1, mask=write_mask, cache_modifier=CACHE)
+
+
+def chunks(words: Sequence[int], block: int, sms: int) -> tuple[int, list[int]]:
+    """Programs of a stream, full waves where there is one, and the words of each way's chunk."""
+    programs = max(1, *(triton.cdiv(n, block) for n in words))
+    if programs > sms:
+        programs = triton.cdiv(programs, sms) * sms
+    return programs, [triton.cdiv(triton.cdiv(n, programs), LINE_WORDS) * LINE_WORDS for n in words]
 
 
 def stream(
-    x: torch.Tensor, y: torch.Tensor, read_words: int, write_words: int, shape: tuple[int, int]
-) -> None:
-    """Read and write as much, in one launch."""
-    block, warps = shape
-    grid = (triton.cdiv(max(read_words, write_words, 1), block),)
-    stream_kernel[grid](x, y, read_words, write_words, BLOCK=block, num_warps=warps)
+    x: torch.Tensor, y: torch.Tensor, words: tuple[int, int], shape: Shape, sms: int
+) -> Callable[[], Any]:
+    """A call that reads the first words[0] of x and writes words[1] of y in one launch."""
+    programs, chunk = chunks(words, shape.block, sms)
+    return lambda: stream_kernel[(programs,)](
+        x, y, *words, *chunk, BLOCK=shape.block, HINTS=shape.hints, num_warps=shape.warps
+    )
 
 
 def measure(timer: CuptiTimer, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -60,23 +101,69 @@ def measure(timer: CuptiTimer, calls: dict[str, Callable[[], Any]]) -> dict[str,
     return medians
 
 
-def floor_us(timer: CuptiTimer, device: torch.device, read_bytes: int, write_bytes: int) -> float:
-    """The best streaming kernel's time, on tensors of just these sizes, as a row has them.
+def in_turn(flush: L2Flush, calls: Sequence[Callable[[], Any]], samples: int) -> list[float]:
+    """Median device time of each call, in us: all samples of one, then all of the next.
 
-    One pair of tensors for all sizes would not do: a stream of 2 GiB between two calls empties the
-    TLB, and 4 MB then take 3.6 us where rows of that size take 2.1.
+    Not in rounds, as rows are timed: a stream of 2 GiB between two calls empties the TLB, and 4 MB
+    then take 3.6 us where rows of that size take 2.1.
     """
-    words = read_bytes // 4, write_bytes // 4
-    # a masked access needs an address all the same
-    x, y = (torch.zeros(max(n, 4), dtype=torch.int32, device=device) for n in words)
-    calls = {str(shape): partial(stream, x, y, *words, shape) for shape in SHAPES}
-    return min(measure(timer, calls).values())
+    rounds = WARMUP_CALLS + samples
+    for attempt in range(ATTEMPTS):
+        activities: list[Activity] = []
+        with recorded(activities):
+            for call in calls:
+                for _ in range(rounds):
+                    flush()
+                    mark()
+                    call()
+                    mark()
+        try:
+            spans = []
+            for span in attribute(activities, MARKER, rounds * len(calls)):
+                if isinstance(span, MeasureError):
+                    raise span
+                spans.append(span.busy_ns / 1e3)
+            of_calls = [spans[i : i + rounds] for i in range(0, len(spans), rounds)]
+            return [median(times[WARMUP_CALLS:]) for times in of_calls]
+        except MeasureError:
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
-def floor_table(timer: CuptiTimer, device: torch.device) -> dict[str, Any]:
+def floor_row(
+    flush: L2Flush, x: torch.Tensor, y: torch.Tensor, read_bytes: int, samples: int
+) -> list[float]:
+    """The best stream's time for one read size and every write size."""
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    points = [(read_bytes // 4, write_bytes // 4) for write_bytes in AXIS]
+    calls = [[stream(x, y, words, shape, sms) for shape in SHAPES] for words in points]
+    screened = in_turn(flush, [c for of_point in calls for c in of_point], SCREEN_SAMPLES)
+    finalists = []
+    for i, of_point in enumerate(calls):
+        times = screened[i * len(SHAPES) : (i + 1) * len(SHAPES)]
+        ranked = sorted(range(len(SHAPES)), key=times.__getitem__)
+        finalists += [of_point[k] for k in ranked[:FINALISTS]]
+    final = in_turn(flush, finalists, samples)
+    return [min(final[i : i + FINALISTS]) for i in range(0, len(final), FINALISTS)]
+
+
+def never_falling(us: list[list[float]]) -> list[list[float]]:
+    """A stream that moves more in less time is one that moves less in that time: a lower floor."""
+    table = np.asarray(us)
+    for axis in (0, 1):
+        table = np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
+    return [[round(float(t), 3) for t in row] for row in table]
+
+
+def floor_table(flush: L2Flush, device: torch.device, samples: int) -> dict[str, Any]:
     """Times in us, a list a read size, an entry a write size."""
-    us = [[floor_us(timer, device, read, write) for write in AXIS] for read in AXIS]
-    return {"read_bytes": list(AXIS), "write_bytes": list(AXIS), "us": us}
+    x, y = (torch.empty(AXIS[-1] // 4, dtype=torch.int32, device=device) for _ in range(2))
+    x.random_()  # zeros may move faster than data
+    for shape in SHAPES:  # compiled outside of what is timed
+        stream(x, y, (LINE_WORDS, LINE_WORDS), shape, 1)()
+    us = [floor_row(flush, x, y, read_bytes, samples) for read_bytes in AXIS]
+    return {"read_bytes": list(AXIS), "write_bytes": list(AXIS), "us": never_falling(us)}
 
 
 def bandwidth_gbps(floor: dict[str, Any]) -> float:
@@ -106,7 +193,7 @@ def rates_tflops(timer: CuptiTimer, device: torch.device) -> dict[str, float]:
 def calibrate(device: torch.device, samples: int) -> dict[str, Any]:
     """The device profile, as conf/device/*.yaml holds it."""
     timer = CuptiTimer(device, TimerSettings(max_samples=samples, min_samples=min(20, samples)))
-    floor = floor_table(timer, device)
+    floor = floor_table(timer.flush, device, samples)
     name = torch.cuda.get_device_name(device)
     return {
         "kind": "cuda",
@@ -118,7 +205,8 @@ def calibrate(device: torch.device, samples: int) -> dict[str, Any]:
             "gpu": name,
             "date": now(),
             "software": f"torch {torch.__version__}, triton {triton.__version__}",
-            "method": "opkiln-bench calibrate: CUPTI, L2 flushed, medians, best of 4 streams",
+            "method": "opkiln-bench calibrate: CUPTI, L2 flushed, medians, "
+            f"best of {len(SHAPES)} streams",
         },
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -70,6 +70,7 @@ class Row:
     condition: float = 1.0
     model: str | None = None
     note: str | None = None
+    where: str = ""  # the file
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -103,52 +104,90 @@ def parse_rows(document: dict[str, Any], where: str) -> list[Row]:
     except (KeyError, TypeError) as exc:
         raise CatalogueError(f"{where}: a row file needs op, name, function, family, rows") from exc
     rows = []
-    for entry in entries:
-        label = entry["label"]
-        fill = entry.get("fill", {})
-        for dtype in entry["dtypes"]:
-            tensors = {
-                n: _tensor(v, dtype, fill.get(n, "normal"), f"{where}: {label}")
-                for n, v in entry["tensors"].items()
-            }
-            pages = {}
-            if dtype in entry.get("page_all", entry["dtypes"]):
-                pages["all"] = label
-            if shared["family"] == "normalization":
-                pages["norm"] = entry.get("label_page_norm", label)
-            rows.append(
-                Row(
-                    **shared,
-                    label=label,
-                    dtype=dtype,
-                    tensors=tensors,
-                    args=entry.get("args", {}),
-                    pages=pages,
-                    peak=entry.get("peak", document.get("peak", "vector")),
-                    condition=entry.get("condition", document.get("condition", 1.0)),
-                    model=entry.get("model"),
-                    note=entry.get("note", document.get("note")),
-                )
-            )
+    for number, entry in enumerate(entries or [], 1):
+        try:
+            rows += list(_rows_of(entry, shared, document, where))
+        except CatalogueError:
+            raise
+        except KeyError as exc:
+            raise CatalogueError(f"{where}: row {number} has no {exc.args[0]}") from exc
+        except (TypeError, AttributeError, ValueError) as exc:
+            raise CatalogueError(f"{where}: row {number} cannot be read: {exc}") from exc
     return rows
 
 
+def _rows_of(
+    entry: dict[str, Any], shared: dict[str, str], document: dict[str, Any], where: str
+) -> Iterator[Row]:
+    """One entry of a row file: a row for each of its dtypes."""
+    label = entry["label"]
+    fill = entry.get("fill", {})
+    for name in fill:
+        if name not in entry["tensors"]:
+            raise CatalogueError(f"{where}: {label}: fill names {name}, which is no tensor of it")
+    for dtype in entry["dtypes"]:
+        tensors = {
+            n: _tensor(v, dtype, fill.get(n, "normal"), f"{where}: {label}")
+            for n, v in entry["tensors"].items()
+        }
+        pages = {}
+        if dtype in entry.get("page_all", entry["dtypes"]):
+            pages["all"] = label
+        if shared["family"] == "normalization":
+            pages["norm"] = entry.get("label_page_norm", label)
+        yield Row(
+            **shared,
+            label=label,
+            dtype=dtype,
+            tensors=tensors,
+            args=entry.get("args", {}),
+            pages=pages,
+            peak=entry.get("peak", document.get("peak", "vector")),
+            condition=entry.get("condition", document.get("condition", 1.0)),
+            model=entry.get("model"),
+            note=entry.get("note", document.get("note")),
+            where=where,
+        )
+
+
+def _document(text: str, where: str) -> dict[str, Any]:
+    """A row file's YAML. CatalogueError, one line, where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise CatalogueError(f"{where}: {' '.join(str(exc).split())}") from exc
+
+
+def _order(document: Any, where: str) -> float:
+    """A file's place among the files; one without comes last."""
+    order = document.get("order", math.inf) if isinstance(document, dict) else math.inf
+    if type(order) is not int and order is not math.inf:
+        raise CatalogueError(f"{where}: order must be an integer, got {order!r}")
+    return float(order)
+
+
 def load_rows(packages: Iterable[str] | None = None) -> list[Row]:
-    """Every row of this package and of the plugins; two rows of one key are an error."""
+    """Every row of this package and of the plugins; two rows of one key are an error.
+
+    Files come by their `order`, which is the pages' order of ops; those without one come last.
+    """
     if packages is None:
         packages = ["opkiln_bench.conf", *workload_packages().values()]
-    found: dict[tuple[str, str, str], tuple[Row, str]] = {}
+    documents = []
     for package in packages:
         folder = files(package) / "rows"
         for path in sorted((p for p in folder.iterdir()), key=lambda p: p.name):
-            if not path.name.endswith(".yaml"):
-                continue
-            where = f"{package}/rows/{path.name}"
-            for row in parse_rows(yaml.safe_load(path.read_text(encoding="utf-8")), where):
-                if row.key in found:
-                    other = found[row.key][1]
-                    raise CatalogueError(f"{where}: {row} is already a row of {other}")
-                found[row.key] = row, where
+            if path.name.endswith(".yaml"):
+                where = f"{package}/rows/{path.name}"
+                document = _document(path.read_text(encoding="utf-8"), where)
+                documents.append((_order(document, where), where, document))
+    found: dict[tuple[str, str, str], tuple[Row, str]] = {}
+    for _, where, document in sorted(documents, key=lambda d: d[0]):
+        for row in parse_rows(document, where):
+            if row.key in found:
+                other = found[row.key][1]
+                raise CatalogueError(f"{where}: {row} is already a row of {other}")
+            found[row.key] = row, where
     return [row for row, _ in found.values()]
 
 

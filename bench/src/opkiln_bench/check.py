@@ -13,6 +13,7 @@ from opkiln.conformance.compare import compare
 
 from opkiln_bench.analysis import OURS
 from opkiln_bench.contestants import Subject
+from opkiln_bench.peers import fault_of
 
 # Ours must meet the conformance tolerance (half a unit in the last place, and float32's rounding).
 # A peer that is off by two units is less accurate, not wrong: without it our ratio would flatter.
@@ -170,7 +171,8 @@ class Tally:
         )
         self.ratio = max(self.ratio, result.ratio)
         if result.ratio > self.allowance and not self.reason:
-            self.reason = result.message
+            fault = fault_of(self.backend, spec.name)
+            self.reason = f"{result.message}: {fault}" if fault else result.message
 
     def as_sets(
         self, out: torch.Tensor, ref: torch.Tensor, scores: torch.Tensor

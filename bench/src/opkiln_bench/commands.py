@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,8 +57,9 @@ def verify(arguments: argparse.Namespace) -> int:
     from opkiln_bench.records import read_runs
     from opkiln_bench.verify import figures, measure_again, name_of, published_row
 
-    runs = read_runs(Path(arguments.run))
-    published = published_row(runs, arguments.row)
+    folder = Path(arguments.run)
+    runs = read_runs(folder)
+    published = published_row(runs, arguments.row, folder / "rows.csv")
     run = next(r for r in runs if r.name == published.run)
     print(f"{name_of(published.record)}, run {run.name}, commit {run.header['commit']}")
     again = measure_again(published, run, print)
@@ -127,6 +129,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("runs", nargs="+", metavar="RUN")
     p.add_argument("--into", required=True, help="folder of the new run")
     return root
+
+
+def unknown(word: str) -> str | None:
+    """What to tell of a first argument that is neither a command nor Hydra's; else None."""
+    if word in COMMANDS or "=" in word or word[:1] in ("-", "~"):
+        return None
+    near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.3) or COMMANDS
+    return (
+        f"opkiln-bench: unknown command {word!r}; the nearest is {', '.join(near)}"
+        "; settings are name=value (--help)"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

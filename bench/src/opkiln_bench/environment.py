@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +93,14 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 class ClockSampler:
-    """SM clock and throttle reasons of one GPU; silent where NVML is absent."""
+    """SM clock and throttle reasons of one GPU while something runs; silent where NVML is absent.
 
+    A thread asks, so that a dip of the clock between two kernels is seen: one look after the timing
+    read 1980 MHz on 420 rows out of 420. The driver's clock query launches nothing, and the device
+    time of a kernel does not hold what the host does.
+    """
+
+    PERIOD_S = 0.02
     # software power cap, hardware slowdown, software and hardware thermal, power brake
     THROTTLED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 
@@ -105,15 +117,52 @@ class ClockSampler:
         except Exception:  # the clocks are a remark on a number, never a reason to have none
             self.handle = None
 
-    def sample(self) -> dict[str, Any] | None:
-        """sm_mhz, reasons (bit mask) and throttled; None where the GPU does not say."""
+    @contextmanager
+    def watching(self) -> Iterator[list[tuple[int, int]]]:
+        """Clock in MHz and reasons (a bit mask) every PERIOD_S of the block, and at its end."""
+        seen: list[tuple[int, int]] = []
         if self.handle is None:
-            return None
+            yield seen
+            return
+        over = threading.Event()
+
+        def watch() -> None:
+            ended = False
+            while not ended:  # a short block is looked at once, as it ends
+                ended = over.wait(self.PERIOD_S)
+                sample = self._sample()
+                if sample is None:
+                    return
+                seen.append(sample)
+
+        thread = threading.Thread(target=watch, name="clocks", daemon=True)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            over.set()
+            thread.join()
+
+    def _sample(self) -> tuple[int, int] | None:
         import pynvml
 
         try:
             mhz = pynvml.nvmlDeviceGetClockInfo(self.handle, pynvml.NVML_CLOCK_SM)
-            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
+            return mhz, pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
         except pynvml.NVMLError:
             return None
-        return {"sm_mhz": mhz, "reasons": reasons, "throttled": bool(reasons & self.THROTTLED)}
+
+    @classmethod
+    def summary(cls, seen: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
+        """Median and lowest clock, every reason that was given; None where the GPU says nothing."""
+        if not seen:
+            return None
+        clocks = [mhz for mhz, _ in seen]
+        reasons = reduce(or_, (given for _, given in seen))
+        return {
+            "sm_mhz": statistics.median_low(clocks),
+            "sm_mhz_min": min(clocks),
+            "samples": len(seen),
+            "reasons": reasons,
+            "throttled": bool(reasons & cls.THROTTLED),
+        }

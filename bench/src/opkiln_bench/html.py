@@ -12,13 +12,15 @@ from typing import Any
 from opkiln_bench.analysis import Result
 from opkiln_bench.limits import Limits, peak_key
 from opkiln_bench.pages import FAMILIES, label, sizes
+from opkiln_bench.peers import unmeasured_figures
+from opkiln_bench.records import row_key
 
 
 def verdict(result: Result) -> str:
-    """ahead, level or behind; bad where ours has no time; level where nothing else has one."""
+    """ahead, level or behind; bad where ours has no time; alone where nothing else has one."""
     if result.status != "ok":
         return "bad"
-    return result.ratio.verdict if result.ratio else "level"
+    return result.ratio.verdict if result.ratio else "alone"
 
 
 def rounded(value: float | None) -> float | None:
@@ -43,6 +45,7 @@ def row_data(result: Result) -> dict[str, Any]:
         "ours_us": rounded(result.ours_us),
         "alternatives": [[a.backend, rounded(a.time_us)] for a in result.alternatives],
         "unusable": [list(pair) for pair in result.unusable],
+        "theirs": [[name, rounded(us)] for name, us in unmeasured_figures(*row_key(record))],
         "tflops": rounded(result.tflops),
         "sol": rounded(result.sol),
         "share_of_floor": rounded(result.share_of_floor),

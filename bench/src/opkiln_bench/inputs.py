@@ -32,6 +32,16 @@ def channel_rstd(x: torch.Tensor) -> torch.Tensor:
 
 
 STATISTICS = {"channel_mean": channel_mean, "channel_rstd": channel_rstd}
+RANDOM = ("normal", "positive", "arange")
+
+
+def check_fill(fill: Any) -> None:
+    """CatalogueError where `make_inputs` cannot fill a tensor so."""
+    known = isinstance(fill, list | int | float) or fill in (*RANDOM, *STATISTICS)
+    if not known:
+        raise CatalogueError(
+            f"unknown fill {fill!r}: {', '.join((*RANDOM, *STATISTICS))}, a number or a list"
+        )
 
 
 def _filled(spec: TensorRow, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -45,9 +55,5 @@ def _filled(spec: TensorRow, device: torch.device, generator: torch.Generator) -
         return torch.arange(spec.shape[0], dtype=dtype, device=device)
     if isinstance(fill, list):
         return torch.tensor(fill, dtype=dtype, device=device)
-    if isinstance(fill, int | float):
-        return torch.full(spec.shape, fill, dtype=dtype, device=device)
-    raise CatalogueError(
-        f"unknown fill {fill!r}: normal, positive, arange, "
-        f"{', '.join(STATISTICS)}, a number or a list"
-    )
+    check_fill(fill)
+    return torch.full(spec.shape, fill, dtype=dtype, device=device)

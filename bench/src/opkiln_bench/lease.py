@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from opkiln_bench.catalogue import CatalogueError
+
 RETRY_S = 1.0
 
 
@@ -46,7 +48,14 @@ def try_lock(path: Path) -> int | None:
 def leased_gpu(
     uuids: Sequence[str], index: int | None, say: Callable[[str], None]
 ) -> Iterator[int]:
-    """The index of a GPU that is ours in the block: `index`, or the first that is free. Waits."""
+    """The index of a GPU that is ours in the block: `index`, or the first that is free. Waits.
+
+    CatalogueError where there is no such GPU: none of these would ever become free.
+    """
+    if not uuids:
+        raise CatalogueError("torch sees no GPU here")
+    if index is not None and not 0 <= index < len(uuids):
+        raise CatalogueError(f"device.index must be 0 to {len(uuids) - 1}, got {index}")
     wanted = range(len(uuids)) if index is None else [index]
     waiting = False
     while True:

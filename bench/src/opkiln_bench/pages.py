@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from opkiln_bench.analysis import Result
 from opkiln_bench.catalogue import TORCH_NAMES
 from opkiln_bench.compare import Agreement
-from opkiln_bench.peers import unmeasured
-from opkiln_bench.records import Run
+from opkiln_bench.environment import ClockSampler
+from opkiln_bench.peers import unmeasured_figures
+from opkiln_bench.records import Run, row_key
 from opkiln_bench.tuning import MEASURE_MS
 
 FAMILIES = {
@@ -60,6 +62,12 @@ def alternatives(result: Result) -> tuple[str, str]:
     return names or "–", " ".join(milliseconds(a.time_us) for a in result.alternatives) or "–"
 
 
+def unmeasured_here(result: Result) -> str:
+    """The other system's figures of peers that have no module here: `vllm 0.0125`."""
+    figures = unmeasured_figures(*row_key(result.record))
+    return " ".join(f"{name} {milliseconds(us)}" for name, us in figures)
+
+
 def label(result: Result) -> str:
     """The row's name on the page of its family."""
     record = result.record
@@ -79,14 +87,51 @@ def _dtype_suffix(tensor: dict[str, Any], record: dict[str, Any]) -> str:
     return "" if tensor["dtype"] == record["dtype"] else f", {tensor['dtype']}"
 
 
+SPATIAL = {3: "N, C, L", 4: "N, C, H, W", 5: "N, C, D, H, W"}
+# What an op's shape rule calls by one name, as a reader does: by rank.
+READABLE = {
+    ("convolution", "*NC_spatial"): SPATIAL,
+    ("convolution", "O, I, *kernel"): {3: "O, I, K", 4: "O, I, KH, KW", 5: "O, I, KD, KH, KW"},
+    ("pooling", "*NC_spatial"): SPATIAL,
+    ("pooling", "*NCHW"): SPATIAL,
+    ("fft", "*shape"): {1: "n", 2: "B, n"},
+    ("positional-encoding", "*shape"): {2: "S, D", 4: "B, S, H, D"},
+}
+
+
+def named_sizes(record: dict[str, Any]) -> dict[str, str]:
+    """Tensor name -> its sizes by name. One that is free to broadcast has those it equals here."""
+    found: dict[str, str] = {}
+    by_shape: dict[tuple[int, ...], str] = {}
+    for name, tensor in record["tensors"].items():
+        shape, text = tuple(tensor["shape"]), tensor["dims"]
+        if text == f"*{name}_dims":
+            text = by_shape.get(shape, text)
+        text = READABLE.get((record["family"], text), {}).get(len(shape), text)
+        found[name] = text
+        by_shape.setdefault(shape, text)
+    return found
+
+
 def dims(record: dict[str, Any]) -> str:
     """The tensors of a call by named sizes."""
+    names = named_sizes(record)
     return _joined(
         [
-            (n, f"[{t['dims']}]{_dtype_suffix(t, record) if t['fixed_dtype'] else ''}")
+            (n, f"[{names[n]}]{_dtype_suffix(t, record) if t['fixed_dtype'] else ''}")
             for n, t in record["tensors"].items()
         ]
     )
+
+
+def sizes_stated(record: dict[str, Any]) -> set[tuple[str, int]]:
+    """Names and values of the sizes that the shapes of a row state already."""
+    names = named_sizes(record)
+    return {
+        pair
+        for n, t in record["tensors"].items()
+        for pair in zip(reversed(names[n].split(", ")), reversed(t["shape"]), strict=False)
+    }
 
 
 def sizes(record: dict[str, Any]) -> str:
@@ -97,8 +142,28 @@ def sizes(record: dict[str, Any]) -> str:
             for n, t in record["tensors"].items()
         ]
     )
-    args = [f"{k}={_plain(v)}" for k, v in record["shown_args"].items()]
+    stated = sizes_stated(record)
+    args = [f"{k}={_plain(v)}" for k, v in record["shown_args"].items() if not said(k, v, stated)]
     return " ".join([tensors, *args])
+
+
+def said(name: str, value: Any, stated: set[tuple[str, int]]) -> bool:
+    return isinstance(value, int) and (name, value) in stated
+
+
+def clocks(run: Run) -> str:
+    """What the SM clock was while the rows were timed; empty where a run did not watch it."""
+    watched = [c for row in run.rows.values() if (c := row.get("clocks")) and "sm_mhz_min" in c]
+    if not watched:
+        return ""
+    median = statistics.median_low([c["sm_mhz"] for c in watched])
+    lowest = min(c["sm_mhz_min"] for c in watched)
+    throttled = sum(c["throttled"] for c in watched)
+    return (
+        f"SM clock while timing, asked every {ClockSampler.PERIOD_S * 1e3:.0f} ms: median of the "
+        f"rows {median} MHz, lowest {lowest} MHz; the driver gave a reason to throttle on "
+        f"{throttled} of {len(watched)} rows (⚠ throttled)."
+    )
 
 
 def _plain(value: Any) -> str:
@@ -153,7 +218,10 @@ def write_pages(
         undefined=StrictUndefined,
         autoescape=False,  # Markdown, from our own records
     )
-    helpers = (ratio, milliseconds, percent, significant, alternatives, sizes, dims)
+    helpers = (
+        *(ratio, milliseconds, percent, significant),
+        *(alternatives, unmeasured_here, sizes, dims, clocks),
+    )
     env.globals |= {f.__name__: f for f in helpers}
     env.globals |= {"by_signature": by_signature, "by_workload": by_workload, "names": TORCH_NAMES}
     on_all = [r for r in rows if "all" in r.record["pages"]]
@@ -163,7 +231,6 @@ def write_pages(
         "method.md": {
             "runs": runs,
             "agreements": agreements,
-            "unmeasured": unmeasured(),
             "tuning_ms": MEASURE_MS,
         }
     }

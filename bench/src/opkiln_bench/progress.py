@@ -69,7 +69,7 @@ class Progress:
             f"[{self.done}/{self.total}] {row}  not measured: {reason}", markup=False
         )
 
-    def close(self, seconds: Mapping[str, float]) -> None:
+    def close(self, seconds: Mapping[str, float], wall_s: float) -> None:
         """What came out, and where the time went."""
         if self.status is not None:
             self.status.stop()
@@ -78,8 +78,7 @@ class Progress:
         mean = f"; geometric mean {math.exp(self.log_ratios / ratios):.2f}x" if ratios else ""
         self.console.print(f"{self.done} of {self.total} rows: {counts or 'none'}{mean}")
         spent = sorted(seconds.items(), key=lambda item: -item[1])
-        total = sum(seconds.values())
         self.console.print(
-            f"time {total:.0f} s: "
+            f"time {wall_s:.0f} s: "
             + ", ".join(f"{name} {s:.1f} s" for name, s in spent if s >= 0.05)
         )

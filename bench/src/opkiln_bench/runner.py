@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY
 from rich.console import Console
 
@@ -30,7 +29,7 @@ from opkiln_bench.catalogue import (
 from opkiln_bench.contestants import chosen_backends
 from opkiln_bench.environment import commit, device_name, environment
 from opkiln_bench.lease import gpu_uuids, leased_gpu
-from opkiln_bench.limits import find_profile, limits_of
+from opkiln_bench.limits import find_profile, limits_of, user_profiles
 from opkiln_bench.peers import absent
 from opkiln_bench.peers.torch_compile import BACKEND as TORCH_COMPILE
 from opkiln_bench.progress import Progress
@@ -40,6 +39,7 @@ from opkiln_bench.settings import Bench, Suite
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.sweep import Sweep, now, one_line
 from opkiln_bench.timing import Timer
+from opkiln_bench.validate import check_calls, check_config, check_device, check_folder, check_ops
 from opkiln_bench.warm import fill_cache, tasks_of
 
 WARM_ROWS = 6  # fewer are compiled faster in place: a process needs about 6 s to start
@@ -51,10 +51,13 @@ def run(cfg: Bench, raw: Any) -> int:
     console = Console(soft_wrap=True, highlight=False)
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        validate(cfg)
+        check_config(cfg)
         kind = device_kind(cfg.device.kind)
         rows = choose_rows(cfg, kind)
         backends = choose_backends(cfg, kind)
+        check_calls(rows)
+        if cfg.output.publish_dir:
+            check_folder("output.publish_dir", Path(cfg.output.publish_dir))
         done = finished(folder, cfg.resume, backends)
         todo = [r for r in rows if r.key not in done]
         with device_in_use(kind, cfg.device.index, console.print) as device:
@@ -86,6 +89,7 @@ def sweep_rows(
     console: Console,
 ) -> int:
     """Measure `rows` into the record of the run's folder and write its pages."""
+    began = time.perf_counter()
     folder = Path(HydraConfig.get().runtime.output_dir)
     profile = complete_profile(cfg, device, raw)
     timer = make_timer(cfg.timer, device)
@@ -115,12 +119,23 @@ def sweep_rows(
         warm_up(cfg, sweep, rows, device, folder, console)
         bad = measure_rows(sweep, rows, recorder, progress)
     finally:  # also what an interrupted run has finished
-        progress.close(sweep.seconds)
+        wall_s = time.perf_counter() - began
+        progress.close(sweep.seconds, wall_s)
+        recorder.write("footer", footer(sweep.seconds, wall_s))
         publish([folder], folder / "pages", rows_csv=folder / "rows.csv")
     if cfg.output.publish_dir:
         publish_into([folder], Path(cfg.output.publish_dir))
     console.print(f"pages: {folder / 'pages' / 'index.html'}; rows: {folder / 'rows.csv'}")
     return 1 if bad else 0
+
+
+def footer(seconds: Mapping[str, float], wall_s: float) -> dict[str, Any]:
+    """Where the time of a run went. wall_s: from the choice of rows to here, pages not counted."""
+    return {
+        "date": now(),
+        "seconds": {name: round(s, 2) for name, s in seconds.items()},
+        "wall_s": round(wall_s, 2),
+    }
 
 
 def measure_rows(sweep: Sweep, rows: Sequence[Row], recorder: Recorder, progress: Progress) -> int:
@@ -139,34 +154,6 @@ def measure_rows(sweep: Sweep, rows: Sequence[Row], recorder: Recorder, progress
         bad += entry["backends"].get(OURS, {}).get("status") in ("wrong", "failed")
         progress.finish(entry, time.perf_counter() - began)
     return bad
-
-
-def validate(cfg: Bench) -> None:
-    """Numbers that types cannot rule out, before anything runs."""
-    timer = cfg.timer
-    for name, least in LEAST.items():
-        if getattr(timer, name) < least:
-            raise CatalogueError(
-                f"timer.{name} must be at least {least}, got {getattr(timer, name)}"
-            )
-    if timer.max_samples < timer.min_samples:
-        raise CatalogueError(
-            f"timer.max_samples ({timer.max_samples}) is below min_samples ({timer.min_samples})"
-        )
-    if timer.name not in TIMERS:
-        raise CatalogueError(f"timer.name must be one of {', '.join(TIMERS)}, got {timer.name!r}")
-    in_shard([], cfg.shard)
-
-
-LEAST = {
-    "min_samples": 2,
-    "budget_ms": 0,
-    "warmup_calls": 1,
-    "host_calls": 1,
-    "l2_flush_factor": 0,
-    "compile_processes": 0,
-}
-TIMERS = ("auto", "cupti", "wall")
 
 
 def device_kind(kind: str) -> str:
@@ -189,21 +176,20 @@ def device_in_use(
         yield torch.device("cpu")
         return
     uuids = gpu_uuids()
-    if index is not None and not 0 <= index < len(uuids):
-        raise CatalogueError(f"device.index must be 0 to {len(uuids) - 1}, got {index}")
     with leased_gpu(uuids, index, say) as leased:
         torch.cuda.set_device(leased)
         yield torch.device("cuda", leased)
 
 
 def choose_rows(cfg: Bench, kind: str) -> list[Row]:
-    """Suite, then patterns, then shard; rows of ops that this opkiln lacks are left out."""
+    """Suite, then patterns, then shard. A row of an op that this opkiln lacks is an error."""
     suite = cfg.suite
     if suite.name == "auto" and kind == "cpu":
         suite = Suite(
             **yaml.safe_load((files("opkiln_bench.conf") / "suite/smoke.yaml").read_text())
         )
-    rows = [r for r in load_rows() if r.name in CATALOGUE]
+    rows = load_rows()
+    check_ops(rows)
     rows = select(rows, cfg.op, cfg.workload, cfg.dtype)
     rows = in_suite(rows, suite.page, suite.max_row_mbytes, suite.rows_per_op, suite.args)
     if not rows:
@@ -244,7 +230,12 @@ def complete_profile(cfg: Bench, device: torch.device, raw: Any) -> dict[str, An
     stated = dict(raw["device"])
     if device.type != "cuda" or stated.get("bandwidth_gbps"):
         return stated
-    return {**stated, **(find_profile(device_name(device)) or {})}
+    try:
+        found = find_profile(device_name(device)) or {}
+    except yaml.YAMLError as error:
+        raise CatalogueError(f"a profile in {user_profiles()}: {one_line(error)}") from error
+    check_device(found)
+    return {**stated, **found}
 
 
 def make_timer(settings: TimerSettings, device: torch.device) -> Timer:

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opkiln_bench.analysis import Result
+from opkiln_bench.verdict import Ratio
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 
 
 def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Sequence[str]) -> str:
-    """Per op: rows with a ratio, verdicts, geometric mean; then the ops that have none."""
+    """The total; per op: rows with a ratio, verdicts, geometric mean; then the ops without."""
     by_op: dict[str, list[Result]] = {}
     for row in rows:
         by_op.setdefault(row.record["op"], []).append(row)
     lines = [
+        total([r.ratio for r in rows if r.ratio is not None]),
+        "",
         "| op | rows | ahead | level | behind | geometric mean | against |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -27,9 +30,13 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
         if not ratios:
             without.append(op)
             continue
-        counts = [sum(r.verdict == v for r in ratios) for v in ("ahead", "level", "behind")]
-        mean = math.exp(sum(math.log(r.value) for r in ratios) / len(ratios))
-        cells = [op, str(len(ratios)), *map(str, counts), f"{mean:.2f}×", against(found)]
+        cells = [
+            op,
+            str(len(ratios)),
+            *map(str, counts(ratios)),
+            f"{geometric_mean(ratios):.2f}×",
+            against(found),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     dirty = {c: "-dirty" if c.endswith("-dirty") else "" for c in commits}
     short = ", ".join(sorted({c[:12] + mark for c, mark in dirty.items()}))
@@ -38,6 +45,21 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
     if without:
         lines.append(f"No kernel of ours yet: {', '.join(without)}.")
     return "\n".join(lines)
+
+
+def counts(ratios: Sequence[Ratio]) -> list[int]:
+    return [sum(r.verdict == v for r in ratios) for v in ("ahead", "level", "behind")]
+
+
+def geometric_mean(ratios: Sequence[Ratio]) -> float:
+    return math.exp(sum(math.log(r.value) for r in ratios) / len(ratios))
+
+
+def total(ratios: Sequence[Ratio]) -> str:
+    """`200 rows: 150 ahead, 40 level, 10 behind; geometric mean 1.20×`."""
+    ahead, level, behind = counts(ratios)
+    mean = f"; geometric mean {geometric_mean(ratios):.2f}×" if ratios else ""
+    return f"{len(ratios)} rows: {ahead} ahead, {level} level, {behind} behind{mean}"
 
 
 def against(rows: Sequence[Result]) -> str:

@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -73,7 +73,7 @@ class Sweep:
         self.clocks = ClockSampler(device)
         if device.type == "cuda":
             measure_briefly()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,14 +99,13 @@ class Sweep:
                     entries[backend] = self._enter(subject, backend, outputs, ready)
         with self.phase("checks"):
             self._check(subject, outputs, entries, ready)
-        with self.phase("timing"):
+        with self.phase("timing"), self.clocks.watching() as seen:
             self._time(subject, entries, ready)
-            clocks = self.clocks.sample()
         with self.phase("host and memory"):
             for backend, contestant in ready.items():
                 if entries[backend]["status"] == "ok":
                     entries[backend] |= self._host_and_memory(subject, contestant)
-        entry = self._entry(row, subject, entries) | {"clocks": clocks}
+        entry = self._entry(row, subject, entries) | {"clocks": self.clocks.summary(seen)}
         del subject, ready
         with self.phase("freeing"):
             self._free()

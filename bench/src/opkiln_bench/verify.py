@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from opkiln_bench.analysis import OURS, Result, judge
@@ -14,6 +15,7 @@ from opkiln_bench.contestants import chosen_backends
 from opkiln_bench.environment import commit, device_name
 from opkiln_bench.records import RecordError, Run
 from opkiln_bench.report import ordered
+from opkiln_bench.rows_csv import read_csv
 from opkiln_bench.settings import Timer as TimerSettings
 
 JITTER_US = 0.3  # of a launch; what two runs of a row below 5 us may differ by
@@ -32,18 +34,30 @@ def row_matches(record: dict[str, Any], wanted: str) -> bool:
     )
 
 
-def published_row(runs: Sequence[Run], wanted: str) -> Result:
+def published_row(runs: Sequence[Run], wanted: str, rows_csv: Path) -> Result:
     """The row with this number (its line in rows.csv, from 1) or name. RecordError if not one."""
     rows = ordered(runs, [row.key for row in load_rows()])
     if wanted.isdecimal():
-        if not 1 <= int(wanted) <= len(rows):
-            raise RecordError(f"--row must be 1 to {len(rows)}, or op/workload/dtype, got {wanted}")
-        return rows[int(wanted) - 1]
+        return numbered(rows, int(wanted), rows_csv)
     found = [r for r in rows if row_matches(r.record, wanted)]
     if len(found) != 1:
         some = ", ".join(name_of(r.record) for r in (found or rows)[:4])
         raise RecordError(f"--row {wanted} names {len(found)} rows; such as {some}")
     return found[0]
+
+
+def numbered(rows: Sequence[Result], number: int, rows_csv: Path) -> Result:
+    """The row on this line of `rows_csv`, which may hold rows of other runs; of `rows` without."""
+    by_key = {published_key(row): row for row in rows}
+    lines = [(r["op"], r["label"], r["dtype"]) for r in read_csv(rows_csv)] or list(by_key)
+    if not 1 <= number <= len(lines):
+        raise RecordError(f"--row must be 1 to {len(lines)}, or op/workload/dtype, got {number}")
+    key = lines[number - 1]
+    if key not in by_key:
+        raise RecordError(
+            f"row {number} of {rows_csv} is {'/'.join(key)}, which no record here has"
+        )
+    return by_key[key]
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ def figures(before: Result, after: Result, within: float = WORST_WITHIN) -> list
 
 def measure_again(published: Result, run: Run, say: Callable[[str], None]) -> Result:
     """The row measured now as the run measured it: its timer's settings, the same backends."""
-    from opkiln_bench.runner import device_in_use, make_timer
+    from opkiln_bench.runner import device_in_use, device_kind, make_timer
     from opkiln_bench.sweep import Sweep
 
     rows = [row for row in load_rows() if row.key == published_key(published)]
@@ -102,7 +116,7 @@ def measure_again(published: Result, run: Run, say: Callable[[str], None]) -> Re
     known = {f.name for f in fields(TimerSettings)}
     stated = run.header["config"]["timer"]
     settings = TimerSettings(**{k: v for k, v in stated.items() if k in known})
-    kind = "cpu" if published.record["timer"]["name"] == "wall" else "cuda"
+    kind = device_kind("cpu" if published.record["timer"]["name"] == "wall" else "cuda")
     timed = [OURS, *(a.backend for a in published.alternatives[:1])]
     with device_in_use(kind, None, say) as device:
         here = device_name(device)

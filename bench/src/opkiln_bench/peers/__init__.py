@@ -5,6 +5,7 @@ One module a peer; each lists what it implements and imports its library when a 
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -23,11 +24,31 @@ def opkiln_implementations() -> list[Implementation]:
 
 
 def unmeasured() -> dict[str, dict[str, Any]]:
-    """Peers of the pages without a module here: `reason`, and the pages' `fastest` figures."""
+    """Peers of the pages without a module here: `reason`, and the pages' `figures`."""
     import yaml  # every process with this distribution loads this module at its first dispatch
 
     text = (files("opkiln_bench") / "unmeasured.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
+
+
+@cache
+def _figures() -> dict[tuple[str, str, str], list[tuple[str, float]]]:
+    """(op, label, dtype) -> (peer, time in us), the fastest first."""
+    found: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
+    for name, peer in unmeasured().items():
+        for op, label, dtype, time_us in peer.get("figures", ()):
+            found.setdefault((op, label, dtype), []).append((name, float(time_us)))
+    return {key: sorted(figures, key=lambda f: f[1]) for key, figures in found.items()}
+
+
+def unmeasured_figures(op: str, label: str, dtype: str) -> list[tuple[str, float]]:
+    """What the pages give for a row of peers that are not measured here: (name, time in us)."""
+    return list(_figures().get((op, label, dtype), ()))
+
+
+def fault_of(backend: str, op: str) -> str:
+    """Why a peer's results of an op can be wrong, where that is known; empty elsewhere."""
+    return torch_direct.FAULTS.get((backend, op), "")
 
 
 def absent() -> dict[str, str]:

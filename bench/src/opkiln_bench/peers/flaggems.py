@@ -33,6 +33,9 @@ def implementations() -> list[Implementation]:
             "conv1d": (even_padding, load_conv(1)),
             "conv2d": (even_padding, load_conv(2)),
             "conv3d": (even_padding, load_conv(3)),
+            "max_pool2d": (batched_window, load_max_pool(with_indices=False)),
+            "max_pool2d_indices": (batched_window, load_max_pool(with_indices=True)),
+            "avg_pool2d": (batched_window, load_avg_pool),
         },
     )
 
@@ -49,6 +52,12 @@ def one_dtype(call: Call) -> Refusal | None:
         return Refusal("returns weight gradients in the input's dtype")
     if not p.training or not all(p.output_mask):
         return Refusal("takes the training form with all gradients")
+    return on_gpu(call)
+
+
+def batched_window(call: Call) -> Refusal | None:
+    if len(call.tensors.input.shape) != 4:
+        return Refusal("takes batched input")
     return on_gpu(call)
 
 
@@ -146,3 +155,27 @@ def load_conv(ndim: int) -> Callable[[], Prepare]:
         return prepare
 
     return load
+
+
+def load_max_pool(with_indices: bool) -> Callable[[], Prepare]:
+    """FlagGems has one max pool, with indices: where they are not wanted they are dropped."""
+
+    def load() -> Prepare:
+        from flag_gems.ops.max_pool2d_with_indices import max_pool2d_with_indices
+
+        def prepare(call: Call) -> Launch:
+            pool = partial(max_pool2d_with_indices, **vars(call.params))
+            return pool if with_indices else lambda x: pool(x)[0]
+
+        return prepare
+
+    return load
+
+
+def load_avg_pool() -> Prepare:
+    from flag_gems.ops.avg_pool2d import avg_pool2d
+
+    def prepare(call: Call) -> Launch:
+        return partial(avg_pool2d, **vars(call.params))
+
+    return prepare

@@ -1,4 +1,8 @@
-"""quack: CuTe DSL row norms. Its layer norm takes float32 weights, which are converted once."""
+"""quack: CuTe DSL row norms. Its layer norms take float32 weights, which are converted once.
+
+The fused add with layer norm is reached through the operator under `layernorm_fwd`, which hands
+over no residual.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ def implementations() -> list[Implementation]:
             "rms_norm": (rows_only(), load_rms_norm),
             "layer_norm": (rows_only("weight"), load_layer_norm),
             "fused_add_rms_norm": (rows_only("weight"), load_fused_add_rms_norm),
+            "fused_add_layer_norm": (rows_only("weight"), load_fused_add_layer_norm),
         },
     )
 
@@ -65,6 +70,35 @@ def load_fused_add_rms_norm() -> Prepare:
         def launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
             out, total, _ = rmsnorm_fwd(x.view(rows), weight, None, residual.view(rows), eps=eps)
             return out.view(shape), total.view(shape)
+
+        return launch
+
+    return prepare
+
+
+def load_fused_add_layer_norm() -> Prepare:
+    from quack.rmsnorm import _rmsnorm_fwd
+
+    def prepare(call: Call) -> Launch:
+        _, rows = as_rows(call)
+        eps, is_layernorm = call.params.eps, True
+        wide_weight, wide_bias = Once(torch.float32), Once(torch.float32)
+
+        def launch(x: Any, residual: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+            out, total = torch.empty_like(x), torch.empty_like(x)
+            _rmsnorm_fwd(
+                x.view(rows),
+                wide_weight(weight),
+                out.view(rows),
+                wide_bias(bias),
+                None,  # rstd and mean are not wanted
+                None,
+                residual.view(rows),
+                total.view(rows),
+                eps,
+                is_layernorm,
+            )
+            return out, total
 
         return launch
 

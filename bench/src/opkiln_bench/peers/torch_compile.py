@@ -1,7 +1,8 @@
 """torch-compile: torch's natural composition of an op, compiled by Inductor for one row.
 
 A fresh function a row; the sweep resets dynamo's caches between rows. `dynamic=False`, and a
-recompilation past the limit is an error rather than a silent fall back to eager.
+recompilation past the limit is an error rather than a silent fall back to eager. Outputs are cast
+to the op's dtypes inside, as the backend `torch` casts them: some compositions end in float32.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ def load() -> Callable[[Call], Callable[..., Any]]:
 
 def prepare(call: Call) -> Callable[..., Any]:
     compute, present = composition(call), call.present
+    dtypes = [meta.dtype for meta in call.outputs]
 
     def natural(*tensors: torch.Tensor | None) -> Any:
         outs = compute(*tensors)
         outs = outs if isinstance(outs, tuple) else (outs,)
-        kept = tuple(o for o, here in zip(outs, present, strict=False) if here)
-        return kept[0] if len(kept) == 1 else kept
+        kept = [o for o, here in zip(outs, present, strict=False) if here]
+        cast = tuple(o.to(dtype) for o, dtype in zip(kept, dtypes, strict=True))
+        return cast[0] if len(cast) == 1 else cast
 
     return torch.compile(natural, dynamic=False)

@@ -1,5 +1,7 @@
 // Two plots a family: roofline (arithmetic intensity against rate) and the ratios in order.
-const WIDTH = 480, HEIGHT = 290, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 36;
+// Drawn at most as wide as shown, so that text of 12 px is never less than 11 on the screen.
+const HEIGHT = 290, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 36;
+let WIDTH = 480;
 
 function shape(tag, attributes, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -13,7 +15,8 @@ const logScale = (low, high, from, to) => (v) => from + ((to - from) * Math.log(
 const onX = (low, high) => logScale(low, high, LEFT, WIDTH - RIGHT);
 const onY = (low, high) => logScale(low, high, HEIGHT - BOTTOM, TOP);
 
-function ticks(low, high, steps) {
+// Powers of ten; below two decades 2 and 5 of each too.
+function ticks(low, high, steps = high / low < 100 ? [1, 2, 5] : [1]) {
   const found = [];
   for (let decade = Math.floor(Math.log10(low)); decade <= Math.log10(high); decade++)
     for (const step of steps) {
@@ -60,6 +63,8 @@ function mark(row, x, y, text) {
   return shape("g", { class: row.verdict }, path);
 }
 
+const roofName = (x, y, anchor, text) => shape("text", { class: "roof-name", x, y: Math.max(y - 4, TOP + 10), "text-anchor": anchor }, text);
+
 function roofline(title, rows) {
   const points = rows.filter((r) => r.tflops && r.bytes).map((r) => [r, r.flops / r.bytes, r.tflops]);
   if (!points.length) return null;
@@ -68,14 +73,23 @@ function roofline(title, rows) {
   const low = Math.min(...xs) / 2, high = Math.max(...xs) * 2;
   const limit = (i, peak) => Math.min(peak, (i * meta.bandwidth_gbps) / 1e3);
   const tops = roofs.map(([, peak]) => limit(high, peak));
-  const x = onX(low, high), y = onY(Math.min(...ys) / 2, Math.max(...ys, ...tops) * 2);
+  const bottom = Math.min(...ys) / 2, top = Math.max(...ys, ...tops) * 2;
+  const x = onX(low, high), y = onY(bottom, top);
   const svg = frame(`Roofline of ${title}`, "operations per byte", "TFLOP/s");
-  gridX(svg, x, ticks(low, high, [1]));
-  gridY(svg, y, ticks(Math.min(...ys) / 2, Math.max(...ys, ...tops) * 2, [1]));
+  gridX(svg, x, ticks(low, high));
+  gridY(svg, y, ticks(bottom, top));
   for (const [name, peak] of roofs) {
     const knee = (peak * 1e3) / meta.bandwidth_gbps;
     const path = [low, ...(knee > low && knee < high ? [knee] : []), high].map((i) => `${x(i)},${y(limit(i, peak))}`);
     svg.append(shape("polyline", { class: "roof", points: path.join(" ") }, shape("title", {}, name)));
+    if (knee < high) svg.append(roofName(WIDTH - RIGHT - 4, y(peak), "end", `${name.replace("_", " ")} ${digits(peak, 3)}`));
+  }
+  // the slope that all roofs share, where a part of it is in the plot: named left of its middle
+  const knees = roofs.map(([, peak]) => (peak * 1e3) / meta.bandwidth_gbps);
+  const start = Math.max(low, (bottom * 1e3) / meta.bandwidth_gbps), end = Math.min(high, Math.max(...knees, 0));
+  if (start < end) {
+    const middle = Math.sqrt(start * end);
+    svg.append(roofName(Math.max(x(middle) - 6, LEFT + 66), y((middle * meta.bandwidth_gbps) / 1e3), "end", `${digits(meta.bandwidth_gbps / 1e3, 3)} TB/s`));
   }
   for (const [row, i, rate] of points) svg.append(mark(row, x(i), y(rate), `${digits(rate, 3)} TFLOP/s, SOL ${percent(row.sol)}`));
   return figure(svg, meta.bandwidth_gbps ? "Roofline: rate against operations per byte; lines are the device's limits" : "Rate against operations per byte");
@@ -104,6 +118,7 @@ function figure(svg, caption) {
 }
 
 function drawPlots(chosen) {
+  WIDTH = Math.min(480, innerWidth - 40);
   const sections = [...new Set(chosen.map((r) => r.family))].map((family) => {
     const title = meta.headings[family] || family;
     const own = chosen.filter((r) => r.family === family);

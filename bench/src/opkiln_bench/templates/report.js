@@ -3,22 +3,25 @@
 const { meta, rows } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const state = new URLSearchParams(location.hash.slice(1));
-const VERDICTS = ["ahead", "level", "behind", "bad"]; // bad: ours is wrong, failed or missing
-const GLYPHS = { ahead: "▲", level: "●", behind: "▼", bad: "✕" };
+// alone: nothing else was timed; bad: ours is wrong, failed or missing
+const VERDICTS = ["ahead", "level", "behind", "alone", "bad"];
+const GLYPHS = { ahead: "▲", level: "●", behind: "▼", alone: "–", bad: "✕" };
+const TITLES = { alone: "no other", bad: "no result" };
 
 const digits = (v, n) => (v == null ? "–" : Number(v.toPrecision(n)).toString());
 const percent = (v) => (v == null ? "–" : Math.round(100 * v) + " %");
 const time = (us) => (us == null ? "–" : us.toFixed(us >= 100 ? 0 : us >= 10 ? 1 : 2));
 const best = (r) => r.alternatives[0] || [null, null];
+const ratioText = (r) => (r.ratio ? `${GLYPHS[r.verdict]} ${r.ratio.toFixed(2)}×` : r.status === "ok" ? "–" : r.status);
 // key, heading, value to sort by, text, number?, hidden on a phone?
 const COLUMNS = [
   ["op", "Op", (r) => r.op, (r) => r.op],
   ["label", "Workload", (r) => r.label, (r) => r.label + (r.throttled ? " ⚠ throttled" : "")],
-  ["dtype", "dtype", (r) => r.dtype, (r) => r.dtype],
-  ["ratio", "Ratio", (r) => r.ratio, (r) => (r.ratio ? `${GLYPHS[r.verdict]} ${r.ratio.toFixed(2)}×` : r.status), 1],
+  ["dtype", "dtype", (r) => r.dtype, (r) => r.dtype, 0, 1],
+  ["ratio", "Ratio", (r) => r.ratio, ratioText, 1],
   ["ours", "Ours µs", (r) => r.ours_us, (r) => time(r.ours_us), 1],
-  ["best", "Best other", (r) => best(r)[0], (r) => best(r)[0] || "–"],
-  ["best_us", "its µs", (r) => best(r)[1], (r) => time(best(r)[1]), 1],
+  ["best", "Best other", (r) => best(r)[0], (r) => best(r)[0] || "–", 0, 1],
+  ["best_us", "its µs", (r) => best(r)[1], (r) => time(best(r)[1]), 1, 1],
   ["tflops", "TFLOP/s", (r) => r.tflops, (r) => digits(r.tflops, 3), 1, 1],
   ["sol", "SOL", (r) => r.sol, (r) => percent(r.sol), 1, 1],
   ["floor", "Floor", (r) => r.share_of_floor, (r) => percent(r.share_of_floor), 1, 1],
@@ -66,6 +69,8 @@ function details(row) {
     table.append(element("tr", {}, element("td", {}, name), element("td", { class: "num" }, time(us) + " µs")));
   for (const [name, reason] of row.unusable)
     table.append(element("tr", {}, element("td", {}, name), element("td", {}, reason)));
+  for (const [name, us] of row.theirs)
+    table.append(element("tr", {}, element("td", {}, name), element("td", {}, `${time(us)} µs on the other system's page, unmeasured here`)));
   const facts = [row.tensors, row.model, row.note, row.reason && `ours ${row.status}: ${row.reason}`];
   if (row.ratio) facts.push(`ratio ${row.ratio.toFixed(3)} [${row.lo.toFixed(3)}, ${row.hi.toFixed(3)}]`);
   if (row.ours_us)
@@ -74,11 +79,24 @@ function details(row) {
   return element("tr", { class: "more" }, element("td", { colspan: COLUMNS.length }, facts.filter(Boolean).join(" · "), table));
 }
 
+// What a phone has no column for stands under a cell that it has.
+const UNDER = {
+  label: (r) => r.dtype,
+  ratio: (r) => best(r)[0] && `${best(r)[0]} ${time(best(r)[1])}`,
+};
+
+// AdaLayerNormFwd may break before a capital that begins a word, and nowhere else.
+function breakable(name) {
+  return name.split(/(?=[A-Z][a-z])/).flatMap((word, i) => (i ? [element("wbr", {}), word] : [word]));
+}
+
 function line(row) {
   const tr = element("tr", { class: "row", tabindex: 0, "data-key": `${row.op}/${row.label}/${row.dtype}` });
   for (const [key, , , text, number, wide] of COLUMNS) {
     const classes = [number && "num", wide && "wide", key === "ratio" && row.verdict, key === "label" && "name"];
-    tr.append(element("td", { class: classes.filter(Boolean).join(" ") }, text(row)));
+    const content = key === "op" ? breakable(text(row)) : [text(row)];
+    if (UNDER[key]?.(row)) content.push(element("span", { class: "under" }, UNDER[key](row)));
+    tr.append(element("td", { class: classes.filter(Boolean).join(" ") }, ...content));
   }
   const toggle = () => {
     if (tr.nextSibling?.className === "more") tr.nextSibling.remove();
@@ -118,9 +136,8 @@ function drawFilters() {
   byId("verdict").replaceChildren(
     ...VERDICTS.filter((v) => rows.some((r) => r.verdict === v)).map((v) => {
       const count = rows.filter((r) => r.verdict === v).length;
-      const title = v === "bad" ? "no result" : v;
       const on = state.get("verdict") === v;
-      const button = element("button", { type: "button", class: v, "aria-pressed": on }, `${GLYPHS[v]} ${title} ${count}`);
+      const button = element("button", { type: "button", class: v, "aria-pressed": on }, `${GLYPHS[v]} ${TITLES[v] || v} ${count}`);
       button.onclick = () => change("verdict", on ? "" : v);
       return button;
     }),
@@ -156,5 +173,5 @@ byId("family").onchange = (event) => {
 };
 byId("filters").onsubmit = (event) => event.preventDefault();
 byId("theme").onclick = () => change("theme", theme() === "dark" ? "light" : "dark");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+for (const query of ["(prefers-color-scheme: dark)", "(max-width: 44rem)"]) matchMedia(query).addEventListener("change", draw);
 addEventListener("hashchange", () => location.reload());

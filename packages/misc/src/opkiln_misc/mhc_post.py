@@ -6,6 +6,7 @@ x_layer_out [B, C], x_res [B, N * C] f16, bf16 or f32 with any strides, h_post [
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,11 +59,30 @@ def layout(call: Any) -> tuple[int, list[int | None]]:
     ]
 
 
-def prepare(call: Any, block_c: int = 256, num_warps: int = 1) -> Callable[..., torch.Tensor]:
-    """Plan once; the result allocates and launches. A vector a thread: latency is all there is."""
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """fixed: sizes and strides are compiled in."""
+
+    block_c: int
+    num_warps: int
+    fixed: bool = False
+
+
+def rule(batch: int) -> Tiling:
+    """Latency is all there is: a vector a thread; one row is spread over more CTAs."""
+    return Tiling(512, 2) if batch > 1 else Tiling(128, 1)
+
+
+def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tensor]:
+    """Plan once; the result allocates and launches."""
     batch, streams = call.tensors.h_post.shape
     columns = call.tensors.x_layer_out.shape[1]
-    align, sizes = layout(call)
+    t = tiling or rule(batch)
+    block_c, num_warps = t.block_c, t.num_warps
+    align, arguments = layout(call)
+    sizes: list[Any] = list(arguments)
+    if t.fixed:
+        sizes = [None if size is None else tl.constexpr(size) for size in sizes]
     grid = (batch, streams, triton.cdiv(columns, block_c))
     fixed = (*sizes, streams, align, block_c)
     (meta,) = call.outputs

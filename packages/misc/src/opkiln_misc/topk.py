@@ -24,8 +24,6 @@ class Tiling:
     blocks: int
     unroll: int
     ring: int
-    bulk: bool = False
-    warp_slots: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,12 @@ def rule(capacity: int) -> Tiling:
 
 
 def shared_bytes(capacity: int, t: Tiling, vector: int) -> int:
-    """The collection (scores, positions, bins, sums, 36 bytes more), the ring, its barriers."""
+    """The collection (scores, positions, bins, sums, 36 bytes more) and the ring."""
     warps = t.threads // 32
     collection = -(-(8 * capacity + 4 * BINS + 4 * warps + 36) // 16) * 16
     if vector == 1:
         return collection
-    return collection + t.ring * (VECTOR_BYTES * t.unroll * t.threads + 8 * warps * t.bulk)
+    return collection + t.ring * VECTOR_BYTES * t.unroll * t.threads
 
 
 def capacity_of(topk: int) -> int:
@@ -83,8 +81,6 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan:
         "VECTOR": vector,
         "UNROLL": t.unroll,
         "RING": t.ring,
-        "BULK": int(t.bulk),
-        "WARP_SLOTS": int(t.warp_slots),
         # The set is always the same; its order is what comes, but for these policies.
         "SORTED": int(call.policy.deterministic or call.policy.batch_invariant),
         "START": TYPES[starts.dtype],

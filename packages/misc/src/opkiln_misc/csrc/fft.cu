@@ -13,11 +13,13 @@
 // memory a transform; CLUSTER; COLUMNS: neighbouring threads take neighbouring transforms, not points;
 // DIMS: how many of the four have more than one index, the last ones; DENSE: all points are there, next to
 // each other, in and out;
-// BUFFERS: 2: exchanges take turns, one barrier each;
+// BUFFERS: 2: exchanges take turns, one barrier each; CLUSTER > 1 needs 2;
+// ASYNC: CTAs count the bytes that others store in their memory, instead of a barrier of the cluster;
 // TOTAL: 0, or this is the first step of a transform of TOTAL points, over every TOTAL / N-th of them
 // from column c, the innermost index, on: output k is also turned by exp(-2 pi i k c / TOTAL).
 
 constexpr int LANES = N / POINTS;  // threads of a transform
+static_assert(CLUSTER == 1 || BUFFERS == 2, "the cluster writes to the second buffer");
 constexpr int PAD = 16;            // an unused complex number after so many: no bank conflicts
 
 struct alignas(2 * sizeof(REAL)) Complex { REAL x, y; };
@@ -180,16 +182,23 @@ DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, in
 
 // The first pass of POINTS * N points, of which this thread holds every N-th from `column` on; then the
 // points of the thread's own transform of N.
-DEVICE void spread(Complex (&v)[POINTS], Complex* buffers, int column, int own, int lane, const Turn& by) {
+DEVICE void spread(Complex (&v)[POINTS], Complex* buffers, int column, int own, int lane, const Turn& by,
+                   u64* arrivals) {
     dft<POINTS>(v);
     turn<POINTS, true>(v, by);
     cluster_wait();  // all CTAs run
 #pragma unroll
     for (int i = 0; i < POINTS; ++i) {
-        peer(buffers, i / PER_CTA)[i % PER_CTA * PITCH + padded(column)] = v[place<POINTS>(i)];
+        Complex* to = buffers + i % PER_CTA * PITCH + padded(column);
+        if (ASYNC) store_async(to, v[place<POINTS>(i)], i / PER_CTA, arrivals);
+        else *peer(to, i / PER_CTA) = v[place<POINTS>(i)];
     }
-    cluster_arrive();
-    cluster_wait();
+    if (!ASYNC) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        wait_for_bytes(arrivals);
+    }
 #pragma unroll
     for (int i = 0; i < POINTS; ++i) v[i] = buffers[own * PITCH + padded(lane + i * LANES)];
 }
@@ -197,7 +206,13 @@ DEVICE void spread(Complex (&v)[POINTS], Complex* buffers, int column, int own, 
 extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
     const Complex* in, Complex* out, i64 transforms, i64 size1, i64 size2, i64 size3, i64 in0, i64 in1, i64 in2,
     i64 in3, i64 out0, i64 out1, i64 out2, i64 out3, i64 in_stride, i64 out_stride, i64 present, double scale) {
-    if (CLUSTER > 1) cluster_arrive();
+    Complex* buffers = reinterpret_cast<Complex*>(dynamic_shared());
+    u64* arrivals = reinterpret_cast<u64*>(buffers + BUFFERS * PER_CTA * PITCH);
+    if (CLUSTER > 1) {
+        if (ASYNC && threadIdx.x == 0) expect_bytes(arrivals, PER_CTA * N * sizeof(Complex));
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
     const int lane = COLUMNS ? threadIdx.x / PER_CTA : threadIdx.x % LANES;
     const int own = COLUMNS ? threadIdx.x % PER_CTA : threadIdx.x / LANES;
     const i64 row = CLUSTER > 1 ? blockIdx.x / CLUSTER : blockIdx.x * static_cast<i64>(PER_CTA) + own;
@@ -227,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
     }
     Turn turns[MOST_PASSES];
     prepare_turns<1>(turns, lane);
-    Complex* buffers = reinterpret_cast<Complex*>(dynamic_shared());
     // What the cluster writes lies behind the buffer of the next exchange.
-    if (CLUSTER > 1) spread(v, buffers + PER_CTA * PITCH, column, own, lane, turn_of<POINTS>(column, N * POINTS));
+    if (CLUSTER > 1) spread(v, buffers + PER_CTA * PITCH, column, own, lane, turn_of<POINTS>(column, N * POINTS),
+                            arrivals);
     passes<1>(v, buffers + own * PITCH, t, lane, turns);
 }
