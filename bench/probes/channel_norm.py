@@ -1,18 +1,20 @@
 """Measure candidate tilings of the channel norm kernels on the rows of the benchmark pages.
 
-    python bench/probes/channel_norm.py --out DIR [--only NAME,...] [--compile] [--seconds N]
+    python bench/probes/channel_norm.py --out DIR [--second] [--only NAME,...] [--compile]
     python bench/probes/channel_norm.py --write-tuning DIR/channel_norm.json
 
-The first writes DIR/channel_norm.json and prints one line a row; the second turns that file into
-packages/norm/src/opkiln_norm/tuning/channel_sm90.json. Timed as the bench times (common.py); a
+The first writes DIR/channel_norm.json and prints one line a row; with --second only of the rows
+that take less than 5 us, with fewer candidates. The second puts what that file says of its rows
+into packages/norm/src/opkiln_norm/tuning/channel_sm90.json. Timed as the bench times (common.py); a
 candidate whose output is wrong is recorded and never timed. Rows that --seconds leave no time for
 are named.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-import json
+import os
 import pathlib
 import sys
 import time
@@ -26,16 +28,21 @@ from common import ROOT
 sys.path[:0] = [str(ROOT / "core/src"), str(ROOT / "packages/norm/src")]
 
 from channel_rows import Row, baselines, read_rows, reference, wrong_elements  # noqa: E402
-from channel_tilings import AnyTiling, candidates, triton_plan  # noqa: E402
+from channel_table import write_tuning  # noqa: E402
+from channel_tilings import (  # noqa: E402
+    AnyTiling,
+    candidates,
+    focused,
+    in_second,
+    triton_plan,
+)
 from opkiln.device import cuda  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_norm import channel_cuda, channel_plan  # noqa: E402
 from opkiln_norm.channel_plan import Tiling  # noqa: E402
 
-TUNING = ROOT / "packages/norm/src/opkiln_norm/tuning/channel_sm90.json"
 MULTIPROCESSORS = 132
 LARGE_ITERATIONS = 12
-GAIN = 0.995  # of Triton's time, above which a CUDA tiling does not displace it
 
 
 def kind_of(tiling: AnyTiling) -> str:
@@ -56,8 +63,9 @@ def keys_of(row: Row) -> dict[str, Any]:
     """What the two tables know the row by."""
     plan = triton_plan(row)
     keys: dict[str, Any] = {"itemsize": row.itemsize, "given": plan.given, "view": plan.view.key}
-    if row.op in channel_cuda.OPS:
-        s = channel_cuda.sizes_of(row.call(row.tensors("meta"), real=False))
+    call = row.call(row.tensors("meta"), real=False)
+    if row.op in channel_cuda.OPS and channel_cuda.readable(call):
+        s = channel_cuda.sizes_of(call)
         keys |= {"mode": s.mode, "channels": s.channels, "cols": s.cols}
     return keys
 
@@ -83,11 +91,16 @@ def prepare(row: Row, tiling: AnyTiling, call: Call) -> Callable[..., Any]:
     return (channel_norm.prepare_backward if row.backward else channel_norm.prepare_forward)(call)
 
 
-def warm(task: tuple[Row, AnyTiling]) -> dict[str, Any]:
-    """Compile one candidate's kernels into the caches on disk, in a process of its own."""
+def warm(task: tuple[Row, AnyTiling | None]) -> dict[str, Any]:
+    """Compile one candidate's kernels, or None's, torch.compile's, into the caches on disk, in a
+    process of its own."""
     from opkiln_norm import channel_norm
 
     row, tiling = task
+    if tiling is None:
+        with contextlib.suppress(Exception):  # the run itself reports what does not compile
+            baselines(row, row.tensors("cuda"), compiled=True)["torch-compile"]()
+        return {}
     tensors = row.tensors("meta")
     call = row.call(tensors, real=False)
     use_only(row, tiling)
@@ -158,63 +171,10 @@ def measure(
     return keys_of(row) | found
 
 
-def changed(use: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a Triton tiling that are not at their default."""
-    default = dataclasses.asdict(Tiling(0, 0, 0))
-    return {k: v for k, v in use.items() if v != default[k]}
-
-
-def best_of(found: list[dict[str, Any]], triton: bool) -> tuple[dict[str, Any], list[float]] | None:
-    """The candidate that is fastest over all rows of a key; a Triton one that spills is out."""
-    times: dict[str, list[float]] = {}
-    candidate: dict[str, dict[str, Any]] = {}
-    for r in found:
-        for c in r["candidates"]:
-            if "us" in c and (c["kind"] == "triton") == triton and not c.get("spills"):
-                times.setdefault(c["name"], []).append(c["us"])
-                candidate[c["name"]] = c
-    whole = {name: t for name, t in times.items() if len(t) == len(found)}
-    if not whole:
-        return None
-    name = min(whole, key=lambda n: sum(whole[n]))
-    return candidate[name], whole[name]
-
-
-def write_tuning(results: pathlib.Path) -> None:
-    """For each key: the best Triton tiling, and the best CUDA one where it is faster still."""
-    data = json.loads(results.read_text("utf-8"))
-    run = {k: data[k] for k in ("gpu", "date", "commit")}
-    tables: dict[str, list[dict[str, Any]]] = {"rows": [], "cuda_rows": []}
-    keys = {
-        "rows": ("op", "itemsize", "given", "view"),
-        "cuda_rows": ("op", "itemsize", "mode", "channels", "cols"),
-    }
-    for table, names in keys.items():
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for r in data["results"]:
-            if set(names) <= set(r) and not (table == "cuda_rows" and "cl" in r["flags"]):
-                groups.setdefault(json.dumps([r[n] for n in names]), []).append(r)
-        for key, found in sorted(groups.items()):
-            best = best_of(found, triton=table == "rows")
-            if best is None:
-                continue
-            chosen, times = best
-            rival = best_of(found, triton=True)
-            if table == "cuda_rows" and rival and sum(times) > GAIN * sum(rival[1]):
-                continue
-            labels = (f"{r['label']} {r['dtype']}" for r in found)
-            figures = {label: round(t, 3) for label, t in zip(labels, times, strict=True)}
-            entry = dict(zip(names, json.loads(key), strict=True)) | {"label": found[0]["label"]}
-            use = changed(chosen["use"]) if table == "rows" else chosen["use"]
-            entry |= {"kind": chosen["kind"]} if table == "cuda_rows" else {}
-            tables[table].append(entry | {"use": use, "measured": run | {"us": figures}})
-    common.write_json(TUNING, json.loads(TUNING.read_text("utf-8")) | tables)
-    print({k: len(v) for k, v in tables.items()}, TUNING.relative_to(ROOT))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--second", action="store_true", help="short rows, fewer candidates")
     parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains one")
     parser.add_argument("--compile", action="store_true", help="torch.compile baselines too")
     parser.add_argument("--seconds", type=float, default=120, help="no row starts after so long")
@@ -222,18 +182,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.write_tuning:
         return write_tuning(options.write_tuning)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each of many processes
     start = time.time()
-    rows = read_rows(options.only)
-    tasks = [(row, tiling) for row in rows for tiling in candidates(row)]
-    resources = common.warm_all(warm, tasks)
-    print(f"{len(tasks)} candidates compiled in {time.time() - start:.0f} s", flush=True)
+    rows, chosen = read_rows(options.only), focused if options.second else candidates
+    if options.second:
+        rows = list(filter(in_second, rows))
+    tasks = [(row, tiling) for row in rows for tiling in chosen(row)]
+    compiled = [(row, None) for row in rows if options.compile and not row.large]
+    resources = common.warm_all(warm, [*compiled, *tasks])
+    print(f"{len(resources)} candidates compiled in {time.time() - start:.0f} s", flush=True)
     flush = common.flush_buffer()
     results = common.Results(options.out / "channel_norm.json")
     for row in rows:
         if time.time() - start > options.seconds:
             print("no time for", row.op, row.label, row.dtype)
             continue
-        own = {tiling: found for (r, tiling), found in resources.items() if r == row}
+        own = {t: found for (r, t), found in resources.items() if r == row and t is not None}
         try:
             results.add(dataclasses.asdict(row), measure(row, own, options.compile, flush))
         except Exception as error:  # the other rows still run

@@ -179,7 +179,7 @@ def baselines(row: Row, tensors: list[Any], compiled: bool) -> dict[str, Any]:
         "batch_norm_backward": CATALOGUE[row.op].native,
     }[row.op]
     found = {"torch": lambda: formula(*tensors, **params)}
-    if compiled and not row.backward:
+    if compiled:
         torch._dynamo.reset()
         function = torch.compile(lambda *t: formula(*t, **params), dynamic=False)
         found["torch-compile"] = lambda: function(*tensors)

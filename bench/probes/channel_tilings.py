@@ -15,8 +15,10 @@ AnyTiling = Tiling | CudaTiling
 # threads, vectors in registers and in shared memory, channels in flight; none but those with
 # 18 and 9 in shared memory spills (NVRTC 13.0), those by 16 and 56 bytes
 FORWARD_RINGS = (
-    (256, 2, 14, 3), (256, 4, 12, 4), (256, 8, 8, 4), (128, 16, 16, 5), (128, 14, 18, 6),
-    (512, 2, 6, 3),
+    (256, 2, 14, 3), (256, 8, 8, 4), (128, 16, 16, 5), (128, 14, 18, 6),
+)  # fmt: skip
+COLUMNS = (  # warps, rows a lane, words
+    (1, 4, 4), (1, 8, 8), (1, 16, 16), (2, 2, 4), (2, 4, 8), (2, 8, 16), (4, 2, 8), (4, 8, 32),
 )  # fmt: skip
 BACKWARD_RINGS = ((512, 2, 6, 2), (256, 5, 11, 2), (256, 8, 8, 2), (256, 7, 9, 3))
 
@@ -111,10 +113,11 @@ def team_tilings(row: Row, s: Sizes) -> list[Team]:
             elif s.pooled:
                 sizes = [1]
             else:
-                sizes = [t // warps for t in (2, 4, 8, 16) if t >= warps]
+                sizes = [t // warps for t in (1, 2, 4, 8, 16) if t >= warps]
             found += [Team(nbytes, warps, teams, depth, cluster) for teams in sizes]
     streams = [replace(t, stream=True) for t in found[: 3 if s.mode == "given" else 1]]
-    return [t for t in found + streams if t.fits(s)]
+    runners = [replace(t, runner=True) for t in found if t.teams == 1 and t.team_warps <= 8]
+    return [t for t in found + streams + runners if t.fits(s)]
 
 
 def cuda_tilings(row: Row) -> list[CudaTiling]:
@@ -127,8 +130,7 @@ def cuda_tilings(row: Row) -> list[CudaTiling]:
         found = [Ring(*r, stream=c) for r in rings for c in (False, True)]
         return [t for t in found if t.fits(s)]
     if s.cols == 1:
-        columns = [Columns(*c) for c in ((4, 8), (8, 4), (16, 2), (32, 1))]
-        return [c for c in columns if c.fits(s)]
+        return [c for c in (Columns(*c) for c in COLUMNS) if c.fits(s)]
     return [*team_tilings(row, s)]
 
 
@@ -147,3 +149,20 @@ def candidates(row: Row) -> list[AnyTiling]:
             found += resident_tilings(row, plan)[:most]
         found += narrow_tilings(row, plan)
     return list(dict.fromkeys([*found, *cuda_tilings(row)]))
+
+
+def in_second(row: Row) -> bool:
+    """Rows that take a few microseconds, that a CUDA kernel serves, and that are not ahead."""
+    ahead = row.op == "group_norm" and (row.dtype != "f32" or "affine" in row.flags)
+    return not row.large and "cl" not in row.flags and not ahead
+
+
+def focused(row: Row) -> list[AnyTiling]:
+    """The best Triton tiling so far and its like, and the CUDA ones, if not in clusters of 4."""
+    channel_plan.tuning_rows = lambda: list(channel_plan.tuning_table()["rows"])
+    known = triton_plan(row).tiling
+    others = [t for t in cuda_tilings(row) if getattr(t, "cluster", 1) < 4]
+    similar = [
+        replace(known, num_warps=n) for n in (known.num_warps // 2, 2 * known.num_warps) if n
+    ]
+    return list(dict.fromkeys([known, *similar, *others]))

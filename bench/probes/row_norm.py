@@ -1,14 +1,14 @@
 """Measure every candidate tiling of the row norm kernels on the rows of the benchmark pages.
 
     python bench/probes/row_norm.py --out DIR [--only NAME,...] [--dtypes bf16,...] [--no-compile]
-    python bench/probes/row_norm.py --out DIR --behind
+    python bench/probes/row_norm.py --out DIR --behind | --second
     python bench/probes/row_norm.py --write-tuning DIR/row_norm.json ...
 
 The first writes DIR/row_norm.json and prints one line a row; the second does so for the rows of
-BEHIND with fewer candidates, and then checks what row_checks.py says; the third puts what such
-files say of their rows into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by CUPTI
-(torch.profiler), L2 flushed before each call, median; a candidate whose output is wrong is recorded
-and never timed. CUDA candidates run in a process of their own first: one that hangs is left out.
+BEHIND or SECOND with fewer candidates, and then checks what row_checks.py says; the third puts what
+such files say of their rows into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by
+CUPTI, L2 flushed before each call, median; a candidate whose output is wrong is recorded and never
+timed. CUDA candidates run in a process of their own first: one that hangs is left out.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from opkiln.spec import Call  # noqa: E402
 from opkiln_norm import row_cluster, row_plan  # noqa: E402
 from opkiln_norm.row_cluster import ClusterTiling  # noqa: E402
 from opkiln_norm.row_plan import Tiling, plan_for  # noqa: E402
-from row_pages import BEHIND, Row, read_rows  # noqa: E402
+from row_pages import BEHIND, SECOND, Row, read_rows  # noqa: E402
+from row_second import second  # noqa: E402
 from row_table import line, write_tuning  # noqa: E402
 from row_tilings import AnyTiling, candidates, focused  # noqa: E402
 
@@ -83,7 +84,7 @@ def warm_triton(call: Call, tiling: Tiling) -> Any:
     dtypes = [None if m is None else m.dtype for m in (*metas, *outputs)]
     return row_norm_kernel.warmup(
         *dtypes, *plan.arguments(call.params), grid=(1,), **plan.constexprs(call),
-        num_warps=tiling.num_warps,
+        **plan.options,
     )  # fmt: skip
 
 
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose 'op label' contains one")
     parser.add_argument("--dtypes", default="bf16,f16,f32")
     parser.add_argument("--behind", action="store_true", help="the rows of BEHIND, then the checks")
+    parser.add_argument("--second", action="store_true", help="the rows of SECOND, then the checks")
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile baselines")
     parser.add_argument("--vet", type=int, metavar="PLACE", help="what the probe starts itself")
     parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS", nargs="+")
@@ -254,16 +256,19 @@ def main() -> None:
     if options.write_tuning:
         return write_tuning(options.write_tuning)
     rows = read_rows(options.only, options.dtypes)
-    if options.behind:
-        rows = [r for r in rows if (r.op, r.label) in BEHIND]
-    tasks = [(row, t) for row in rows for t in (focused if options.behind else candidates)(row)]
+    some = options.behind or options.second
+    if some:
+        wanted = BEHIND if options.behind else SECOND
+        rows = [r for r in rows if (r.op, r.label) in wanted]
+    tilings = focused if options.behind else second if options.second else candidates
+    tasks = [(row, t) for row in rows for t in tilings(row)]
     if options.vet is not None:
         return vet(tasks, options.vet)
     start = time.time()
     child = start_vetting(0)
     pages = read_rows("")
-    cases = row_checks.alone_cases() if options.behind else []
-    extra = row_checks.kernels(pages) if options.behind else []
+    cases = row_checks.alone_cases() if some else []
+    extra = row_checks.kernels(pages) if some else []
     resources = common.warm_all(warm, list(dict.fromkeys([*cases, *tasks, *extra])))
     bad = [text for case in cases for text in resources.pop(case)["bad"]]
     invariance = [*bad[:8], f"batch invariance: {len(cases)} cases, {len(bad)} faults"]
@@ -280,14 +285,14 @@ def main() -> None:
     for row in rows:
         first = row.label not in {r["label"] for r in results if r["op"] == row.op}
         short_row = row.n * row.itemsize <= row_plan.RESIDENT_BYTES
-        compiled = first and short_row and not options.no_compile
+        compiled = first and short_row and not (options.no_compile or options.second)
         compiled = compiled and time.time() - start < COMPILE_UNTIL_S
         own = {t: resources[row, t] for r, t in tasks if r == row}
         results.append(measure(row, own, statuses, compiled, flush))
         common.write_json(options.out / "row_norm.json", data)
         torch.cuda.empty_cache()
         print(line(results[-1]), flush=True)
-    if options.behind:
+    if some:
         print(*invariance, *row_checks.timed_checks(pages, flush), sep="\n", flush=True)
     print(f"{len(results)} rows in {time.time() - start:.0f} s")
 

@@ -22,6 +22,16 @@ BEHIND = (
     ("layer_norm", "llama-405b-prefill"),
     ("fused_add_rms_norm", "llama-405b-decode"),
 )
+SECOND = (
+    *(("rms_norm", f"quack-throughput-{n}") for n in (512, 8192, 32768, 65536, 131072, 262144)),
+    *(
+        (op, f"llama-{size}-decode")
+        for op in ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
+        for size in ("8b", "70b", "405b")
+    ),
+    ("ada_layer_norm", "llama-8b-decode"),
+    ("ada_layer_norm_zero", "llama-8b-decode"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

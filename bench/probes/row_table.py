@@ -137,7 +137,8 @@ def kind(candidate: dict[str, Any]) -> str:
     """Which of the designs it is."""
     use = candidate["use"]
     if kernel_of(candidate) == "row_cluster":
-        return "ring" if use["ring"] else "cluster-persistent" if use["persistent"] else "cluster"
+        name = ClusterTiling(**use).kernel.removeprefix("row_")
+        return name + "-persistent" * use["persistent"]
     if use["head"]:
-        return "looped" if use["chunks"] == 1 else "tail"
+        return ("twice", "looped", "tail")[min(use["chunks"], 2)]
     return "persistent" if use["programs_per_sm"] else "resident"

@@ -17,6 +17,7 @@ from norm.channel_cases import (
     affine,
     backward,
     batch_norm,
+    group_norm,
     instance_norm,
     nan_filled_memory,
     random,
@@ -30,6 +31,7 @@ from opkiln_norm.channel_cuda_tilings import Columns, Ring, Team, Tiling
 
 TRAIN = {"training": True, "momentum": 0.1, "eps": 1e-5}
 OWN = {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
+GROUPS = {"num_groups": 3, "eps": 1e-5}
 GRADIENTS = {"training": True, "output_mask": (True, True, True)}
 RING = Ring(64, 2, 2, 2)  # 4 KiB a slice
 RING_SHAPE = (4, 5, 8 * 4 * 64, 8)  # 16-bit: 32 slices a channel
@@ -54,7 +56,8 @@ def put(monkeypatch: Any, call: Call, tiling: Tiling) -> None:
 
 
 def call_of(op: str, x: torch.Tensor, *others: Any, **how: Any) -> Call:
-    params = {"batch_norm": TRAIN, "instance_norm": OWN, "batch_norm_backward": GRADIENTS}[op]
+    params = {"batch_norm": TRAIN, "instance_norm": OWN, "batch_norm_backward": GRADIENTS,
+              "group_norm": GROUPS}[op]  # fmt: skip
     return Call.of(CATALOGUE[op], [x, *others], params, **how)
 
 
@@ -86,9 +89,30 @@ CALLS = {  # id: (call, tiling, grid, block)
         5,
         128,
     ),
+    "team-runner": (
+        lambda: train(random(3, 5, 28, 28, dtype=F16)),
+        Team(16, 2, 1, 5, runner=True),
+        5,
+        96,
+    ),
+    "team-one": (
+        lambda: call_of("instance_norm", random(2, 5, 32, 32, dtype=F16), *[None] * 4),
+        Team(16, 1, 1, 4),
+        10,
+        32,
+    ),
+    "team-groups": (
+        lambda: call_of("group_norm", random(2, 6, 28, 28, dtype=F16), None, None),
+        Team(16, 2, 1, 5),
+        6,
+        64,
+    ),
+    "team-planes-at-once": (lambda: train(random(6, 5, 16, 16)), Team(16, 4, 1, 3), 5, 128),
     "team-backward": (lambda: gradients(random(3, 5, 28, 28)), Team(16, 4, 1, 5), 5, 128),
-    "columns": (lambda: train(random(9, 70, dtype=BF16)), Columns(4, 3), 2, 128),
-    "columns-backward": (lambda: gradients(random(9, 70)), Columns(4, 3), 3, 128),
+    "columns": (lambda: train(random(9, 70, dtype=BF16)), Columns(4, 3, 32), 2, 128),
+    "columns-backward": (lambda: gradients(random(9, 70)), Columns(4, 3, 32), 3, 128),
+    "columns-one-warp": (lambda: train(random(9, 70, dtype=BF16)), Columns(1, 3, 8), 5, 32),
+    "columns-one-warp-backward": (lambda: gradients(random(9, 70)), Columns(1, 3, 8), 9, 32),
     "ring": (lambda: train(random(*RING_SHAPE, dtype=F16)), RING, 64, 64),
     "ring-backward": (lambda: gradients(random(*RING_SHAPE, dtype=F16)), RING, 64, 64),
 }
@@ -173,6 +197,13 @@ def test_left_to_triton(make, monkeypatch):
     assert channel_cuda.plan_for(make()) is None
 
 
+def test_groups_with_an_affine_are_left_to_triton(monkeypatch):
+    plain, with_affine = (call_of("group_norm", random(*X), *p) for p in ([None] * 2, affine(6)))
+    put(monkeypatch, plain, Team(16, 1, 1, 3))
+    assert channel_cuda.plan_for(plain).source == "test"
+    assert channel_cuda.plan_for(with_affine) is None
+
+
 def test_table_is_valid():
     for row in channel_cuda.cuda_rows():
         tiling = channel_cuda.KINDS[row["kind"]](**row["use"])
@@ -221,6 +252,7 @@ def test_results(case, dtype, monkeypatch):
         "batch_norm": lambda: train(x),
         "instance_norm": lambda: call_of(op, x, *statistics, None, None),
         "batch_norm_backward": lambda: gradients(x),
+        "group_norm": lambda: call_of(op, x, None, None),
     }[op]()
     put(monkeypatch, call, tiling)
     assert channel_cuda.prepare(call) is not None
@@ -229,6 +261,8 @@ def test_results(case, dtype, monkeypatch):
             batch_norm(x)
         elif op == "instance_norm":
             instance_norm(x, *statistics, None, None)
+        elif op == "group_norm":
+            group_norm(x, 3, None, None)
         else:  # the rounding of a sum's terms is not small beside a sum near 0
             backward(x, rtol=max(RTOL[dtype], 1e-4), atol=2e-3)
 

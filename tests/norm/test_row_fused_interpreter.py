@@ -74,6 +74,24 @@ def test_rule(op, case, monkeypatch):
     assert plan.source == "rule"
 
 
+@ALL
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_rows_that_start_between_vectors(op, dtype, monkeypatch):
+    monkeypatch.setattr(row_plan, "FEW_ROWS", 2)
+    n = 525 if dtype == BF16 else 269
+    plan = run(op, operands(op, 5, n, dtype), params_of(op, n))
+    assert plan.shift == 16 // dtype.itemsize
+
+
+def test_a_gate_of_one_row_is_not_shifted(monkeypatch):
+    """Its rows do not start where those of the input do."""
+    monkeypatch.setattr(row_plan, "FEW_ROWS", 2)
+    tensors = operands("ada_layer_norm_zero", 5, 269, F32)
+    tensors[3] = random(1, 269)
+    plan = run("ada_layer_norm_zero", tensors, params_of("ada_layer_norm_zero", 269))
+    assert plan.shift == 0
+
+
 TABLE = {  # id: (itemsize, rows, n, tiling)
     "persistent": (4, 7, 40, Tiling(64, 1, block_m=2, programs_per_sm=2, stages=2)),
     "persistent-preload": (2, 5, 64, Tiling(64, 1, programs_per_sm=1, preload=True)),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from opkiln.ops import CATALOGUE
+from opkiln.policy import Policy
 from opkiln.spec import Call
 from opkiln_norm import row_plan
 from opkiln_norm.row_norm import OPERANDS, RESULTS, row_norm_kernel
@@ -25,7 +26,11 @@ def name(dtype: torch.dtype) -> str:
 
 
 def row_call(
-    op: str, x: torch.Tensor, weight: torch.dtype | None = None, save: bool = False
+    op: str,
+    x: torch.Tensor,
+    weight: torch.dtype | None = None,
+    save: bool = False,
+    invariant: bool = False,
 ) -> Call:
     """A call of `op` over x's last dim; metadata is all that is looked at."""
     spec = CATALOGUE[op]
@@ -37,14 +42,19 @@ def row_call(
         affine = [meta(x.shape[-1], dtype=weight or x.dtype)] * len(AFFINE[norm])
         others = affine if op == norm else [x, *affine]
         params = {"normalized_shape": (x.shape[-1],), "eps": 1e-6}
-    return Call.of(spec, [x, *others], params, needs_grad=save, real=False)
+    policy = Policy(batch_invariant=invariant)
+    return Call.of(spec, [x, *others], params, policy=policy, needs_grad=save, real=False)
 
 
 def request(
-    op: str, x: torch.Tensor, weight: torch.dtype | None = None, save: bool = False
+    op: str,
+    x: torch.Tensor,
+    weight: torch.dtype | None = None,
+    save: bool = False,
+    invariant: bool = False,
 ) -> dict[str, Any]:
     """What offline.py compiles for this call."""
-    call = row_call(op, x, weight, save)
+    call = row_call(op, x, weight, save, invariant)
     plan = row_plan.plan_for(call)
     present = [getattr(call.tensors, n, None) for group in OPERANDS for n in group]
     names = [letter for letter, group in zip("xrwbg", OPERANDS, strict=True) for _ in group]
@@ -67,7 +77,7 @@ def request(
         "kernel": "opkiln_norm.row_norm:row_norm_kernel",
         "signature": types,
         "constexprs": constexprs | dict.fromkeys(absent),
-        "options": {"num_warps": plan.tiling.num_warps},
+        "options": plan.options,
     }
 
 
@@ -109,9 +119,22 @@ MORE = {
     "n-multiple-of-8-only": request("layer_norm", meta(4096, 1000)),
 }
 NARROW = {  # served without 16-byte loads
-    "odd-n": request("layer_norm", meta(4096, 12289)),
+    "odd-n-invariant": request("layer_norm", meta(4096, 12289), invariant=True),
+    "odd-n-few": request("layer_norm", meta(1, 12289)),
     "column-stride": request("layer_norm", meta(4096, 512).T, save=True),
     "column-stride-head": request("rms_norm", meta(65536, 512).T),
+}
+SHIFTED = {  # by vectors, but for the two edges of a row and a weight that lies elsewhere
+    f"shifted-{op}-{name(dtype)}-{n}": request(op, meta(4096, n, dtype=dtype))
+    for op, dtype, n in (
+        ("rms_norm", BF16, 12289),
+        ("layer_norm", F16, 3001),
+        ("layer_norm", F32, 1001),
+        ("layer_norm", BF16, 32761),
+        ("fused_add_layer_norm", BF16, 5121),
+        ("fused_add_rms_norm", BF16, 16377),
+        ("ada_layer_norm_zero", BF16, 5121),
+    )
 }
 TABLE = {
     f"{row['label']}-{row['op']}-{name(dtype)}": request(
@@ -121,7 +144,7 @@ TABLE = {
     for dtype in ((F16, BF16) if row["itemsize"] == 2 else (F32,))
 }
 WIDE = RULE | FUSED | MORE | TABLE
-REQUESTS = WIDE | NARROW
+REQUESTS = WIDE | NARROW | SHIFTED
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +189,10 @@ def faults(case: str, report: dict[str, Any]) -> list[str]:
     found += [f"{code} {widths(counts, code)}" for code in ("LDL", "STL") if widths(counts, code)]
     if case in NARROW:
         return found
+    if case in SHIFTED:
+        vectors = REQUESTS[case]["constexprs"]["CHUNKS"]
+        wide = [widths(counts, code).get("128", 0) for code in ("LDG", "STG")]
+        return [*found, *([f"{wide} accesses of 128 bits"] if min(wide) < vectors else [])]
     loads = set(widths(counts, "LDG")) | set(widths(counts, "LDGSTS"))
     bits = vector_bits(case) if case in TABLE else "128"
     narrow_weight = {"64"} if case == "bf16-weight" else set()  # 4 of its elements a vector of x

@@ -73,12 +73,60 @@ def test_rule(op, case, monkeypatch):
     assert plan.source == "rule"
 
 
+SHIFTED = {  # id: (rows, n, dtype)
+    "f32": (5, 259, F32),
+    "f32-chunks": (4, 1030, F32),
+    "f16": (9, 515, F16),
+    "bf16-block-that-the-shift-fills": (9, 1017, BF16),
+    "bf16-block-that-the-shift-overflows": (9, 1023, BF16),
+}
+
+
+@OPS
+@pytest.mark.parametrize("case", SHIFTED.values(), ids=SHIFTED)
+def test_rows_that_start_between_vectors(op, case, monkeypatch):
+    monkeypatch.setattr(row_plan, "FEW_ROWS", 2)
+    rows, n, dtype = case
+    x = random(rows, n, dtype=dtype)
+    plan = run(op, [x, *affine(op, n, dtype)], (n,))
+    assert plan.shift == 16 // dtype.itemsize and not plan.even
+    assert plan.tiling.chunks * plan.tiling.block_n >= n + plan.shift - 1
+    run(op, [x + 4, *affine(op, n, F32)], (n,), needs_grad=False, atol=2**-18)
+
+
+NOT_SHIFTED = {  # id: input of 6 rows
+    "whole-vectors": lambda: random(6, 264),
+    "gaps": lambda: random(6, 300)[:, :259],
+    "two-leading-dims": lambda: random(4, 3, 259)[:2].transpose(0, 1),
+    "unaligned": lambda: random(6 * 259 + 1)[1:].view(6, 259),
+    "short": lambda: random(6, 255),
+    "head": lambda: random(6, RESIDENT_F32 + 1),
+}
+
+
+@pytest.mark.parametrize("make", NOT_SHIFTED.values(), ids=NOT_SHIFTED)
+def test_rows_read_by_columns(make, monkeypatch):
+    monkeypatch.setattr(row_plan, "FEW_ROWS", 2)
+    x = make()
+    given = {"normalized_shape": x.shape[-1:], "eps": 1e-5}
+    assert plan_for(Call.of(CATALOGUE["rms_norm"], [x, None], given)).shift == 0
+
+
+def test_a_batch_invariant_row_is_not_shifted(monkeypatch):
+    monkeypatch.setattr(row_plan, "FEW_ROWS", 2)
+    call = [CATALOGUE["rms_norm"], [random(6, 259), None], {"normalized_shape": (259,), "eps": 0}]
+    assert plan_for(Call.of(*call)).shift == 4
+    assert plan_for(Call.of(*call, policy=Policy(batch_invariant=True))).shift == 0
+
+
 TABLE = {  # id: (itemsize, rows, n, tiling)
     "persistent": (4, 7, 40, Tiling(64, 1, block_m=2, programs_per_sm=2, stages=2)),
     "persistent-preload": (2, 5, 64, Tiling(64, 1, programs_per_sm=1, preload=True)),
     "packed-chunks": (2, 3, 80, Tiling(32, 1, block_m=2, chunks=3, packed=True)),
     "packed-masked-block": (2, 2, 100, Tiling(128, 1, packed=True, evict="evict_first")),
     "streaming-store": (4, 2, 64, Tiling(64, 1, store_cache=".cs")),
+    "head-alone": (2, 2, 128, Tiling(64, 1, chunks=0, head=True, evict="evict_first")),
+    "head-alone-of-one-block": (4, 2, 64, Tiling(64, 1, chunks=0, head=True)),
     "head-pipelined": (2, 2, 150, Tiling(32, 1, chunks=2, head=True, stages=3, packed=True)),
 }
 

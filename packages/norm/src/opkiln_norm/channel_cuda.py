@@ -1,4 +1,5 @@
-"""Channel norms in CUDA C++: batch_norm, its backward and instance_norm, x contiguous.
+"""Channel norms in CUDA C++: batch_norm, its backward, instance_norm, and group_norm without an
+affine, whose groups are instances; x contiguous.
 
 team      small sets, each in the registers of one or several warps      csrc/channel_team.cu
 columns   batch norm of few rows [N, C]                                  csrc/channel_columns.cu
@@ -11,7 +12,6 @@ and all of it without cuda-core.
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -24,7 +24,7 @@ from opkiln_norm.channel_cuda_tilings import KINDS, Launch, Ring, Sizes, Team, T
 from opkiln_norm.channel_plan import tuning_table
 from opkiln_norm.row_cluster import EXTRA, TYPES
 
-OPS = ("batch_norm", "instance_norm", "batch_norm_backward")
+OPS = ("batch_norm", "instance_norm", "batch_norm_backward", "group_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +63,23 @@ def contiguous(meta: TensorMeta) -> bool:
 
 def sizes_of(call: Call) -> Sizes:
     x, params, op = call.tensors.input, call.params, call.spec.name
+    n, c = x.shape[:2]
     mode = ""
-    if op != "batch_norm_backward":
+    if op == "group_norm":
+        c = params.num_groups
+    elif op != "batch_norm_backward":
         own = params.training if op == "batch_norm" else params.use_input_stats
         running = call.tensors.running_mean is not None
         mode = "" if own else "given"
         if own and running and op == "instance_norm":
             mode = "averaged"
-    n, c = x.shape[:2]
     return Sizes(
         samples=n,
         channels=c,
-        cols=math.prod(x.shape[2:]),
+        cols=x.numel // (n * c),
         itemsize=x.dtype.itemsize,
         mode=mode,
-        pooled=op != "instance_norm" and mode != "given",
+        pooled=op in ("batch_norm", "batch_norm_backward") and mode != "given",
         tensors=2 if op == "batch_norm_backward" else 1,
     )
 
@@ -90,6 +92,8 @@ def readable(call: Call) -> bool:
     if not all(contiguous(m) for m in call.outputs):
         return False
     w, b = given.get("weight"), given.get("bias")
+    if call.spec.name == "group_norm" and (w is not None or b is not None):
+        return False
     if w is not None and b is not None and w.dtype != b.dtype:
         return False
     if call.spec.name != "batch_norm_backward":
@@ -171,7 +175,7 @@ def forward_launch(call: Call, plan: Plan, send: Launch, headers: Headers | None
     metas = [(m.shape, m.stride, m.dtype) for m in call.outputs]
     count = s.cols * (s.samples if s.pooled else 1)
     floats = tuple(map(ctypes.c_float, (
-        1 / count, 1 / max(count - 1, 1), params.eps, params.momentum,
+        1 / count, 1 / max(count - 1, 1), params.eps, getattr(params, "momentum", 0.0),
     )))  # fmt: skip
     saved = call.outputs[1].numel if len(call.outputs) > 1 else 0
     counts = (*plan.tiling.counts(s), *([saved] if isinstance(plan.tiling, Team) else []))
@@ -179,7 +183,7 @@ def forward_launch(call: Call, plan: Plan, send: Launch, headers: Headers | None
     def launch(x: torch.Tensor, *channel: torch.Tensor | None) -> Any:
         outputs = [torch.empty_strided(*m[:2], dtype=m[2], device=device) for m in metas]
         mean, rstd = outputs[1:] or (0, 0)
-        rm, rv, w, b = (0 if t is None else t for t in channel)
+        rm, rv, w, b = (0 if t is None else t for t in (*channel, None, None)[:4])
         header = [] if headers is None else [headers.get()]
         send(x, rm, rv, w, b, outputs[0], mean, rstd, *header, *counts, *floats)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -9,6 +9,7 @@ from opkiln.device import cuda
 Launch = Callable[..., Any]
 MAX_SHARED_BYTES = 227 << 10  # of an SM, for all its CTAs; each takes 1 KiB more than it asks for
 WARP = 32
+NAMED_BARRIERS = 16  # of a CTA; the first is __syncthreads'
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class Team:
     vectors: int
     cluster: int = 1
     stream: bool = False
+    runner: bool = False
+
+    @property
+    def threads(self) -> int:
+        return WARP * (self.teams * self.team_warps + self.runner)
 
     def fits(self, s: Sizes) -> bool:
         values = self.vector_bytes // s.itemsize
@@ -44,7 +50,9 @@ class Team:
             and s.cols // values * planes <= most
             and not (s.mode == "averaged" and s.samples > self.teams)
             and not (s.mode and self.cluster > 1)
-            and self.teams * self.team_warps * WARP <= 1024
+            and not (self.runner and (self.cluster > 1 or s.mode == "averaged"))
+            and (self.team_warps == 1 or self.teams < NAMED_BARRIERS)
+            and self.threads <= 1024
         )
 
     def macros(self, s: Sizes) -> dict[str, int]:
@@ -59,6 +67,7 @@ class Team:
             "POOLED": int(s.pooled),
             "GIVEN": int(s.mode == "given"),
             "AVERAGED": int(s.mode == "averaged"),
+            "RUNNER": int(self.runner),
         }
 
     def sets(self, s: Sizes) -> int:
@@ -66,8 +75,8 @@ class Team:
 
     def launch(self, kernel: cuda.Kernel, s: Sizes) -> Launch:
         ctas = s.channels if s.mode == "averaged" else -(-self.sets(s) // self.teams)
-        block = (self.teams * self.team_warps * WARP, 1, 1)
-        return kernel.configure((ctas * self.cluster, 1, 1), block, cluster=self.cluster)
+        grid, block = (ctas * self.cluster, 1, 1), (self.threads, 1, 1)
+        return kernel.configure(grid, block, cluster=self.cluster)
 
     def counts(self, s: Sizes) -> tuple[int, ...]:
         return self.sets(s), s.samples
@@ -79,17 +88,18 @@ class Columns:
 
     warps: int
     rows: int
+    lanes: int
 
     def fits(self, s: Sizes) -> bool:
         values = 4 // s.itemsize
         whole = s.cols == 1 and s.channels % values == 0
-        return whole and s.pooled and s.samples <= self.warps * self.rows
+        return whole and s.pooled and s.samples <= self.warps * self.rows * WARP // self.lanes
 
     def macros(self, s: Sizes) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROWS": self.rows, "STREAM": 0}
+        return {"WARPS": self.warps, "ROWS": self.rows, "LANES": self.lanes, "STREAM": 0}
 
     def launch(self, kernel: cuda.Kernel, s: Sizes) -> Launch:
-        channels = WARP * 4 // s.itemsize
+        channels = self.lanes * 4 // s.itemsize
         return kernel.configure((-(-s.channels // channels), 1, 1), (self.warps * WARP, 1, 1))
 
     def counts(self, s: Sizes) -> tuple[int, ...]:

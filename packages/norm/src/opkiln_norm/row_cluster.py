@@ -1,14 +1,14 @@
-"""Row norms in CUDA C++, a row spread over a cluster of CTAs (csrc/row_cluster.cu, row_ring.cu).
+"""Row norms in CUDA C++ (csrc/row_*.cu): a row over a cluster of CTAs, in one CTA, or in a warp.
 
 Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
-the op, element size, N and number of rows, and where every vector of 16 bytes is aligned; the
-Triton kernel of row_norm serves the rest, and all of them without cuda-core. The ring takes no
-residual.
+the op, element size, N and number of rows, or else `rule` does, and where every vector of 16 bytes
+is aligned; the Triton kernel of row_norm serves the rest, and all of them without cuda-core. Only
+row_cluster.cu takes a residual.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, resources
 from typing import Any
 
@@ -18,6 +18,7 @@ from opkiln.device import cuda
 from opkiln_norm import row_plan
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+MAX_CLUSTER = 16  # of an H200
 EXTRA = "opkiln-norm[cu13]"
 OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
 
@@ -26,7 +27,9 @@ OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
 class ClusterTiling:
     """What the tuning table sets: see the macros of csrc/row.cuh for the meaning of each.
 
-    ring: 0 is row_cluster.cu, else the number of stages of row_ring.cu.
+    The first of these that is not 0 names the kernel, else it is row_cluster.cu. ring: the number
+    of stages of row_ring.cu. shared: a thread's vectors in shared memory of row_shared.cu. pack:
+    the rows of a warp of row_warp.cu.
     """
 
     cluster: int
@@ -38,10 +41,48 @@ class ClusterTiling:
     prefetch: bool = False
     stream: bool = False
     ring: int = 0
+    shared: int = 0
+    flight: int = 0
+    pack: int = 0
+    first: bool = False
 
     @property
     def kernel(self) -> str:
-        return "row_ring" if self.ring else "row_cluster"
+        if self.ring:
+            return "row_ring"
+        return "row_shared" if self.shared else "row_warp" if self.pack else "row_cluster"
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row."""
+        return 32 if self.pack else self.cluster * self.threads
+
+    @property
+    def slice_bytes(self) -> int:
+        """A CTA's part of a row."""
+        return 16 * self.threads * self.vectors
+
+    @property
+    def own_macros(self) -> dict[str, int]:
+        """Those of its kernel alone."""
+        return {
+            "row_ring": {"STAGES": self.ring},
+            "row_shared": {
+                "SHARED": self.shared, "FLIGHT": self.flight, "PREFETCH": int(self.prefetch)
+            },
+            "row_warp": {"ROWS": self.pack},
+            "row_cluster": {"PREFETCH": int(self.prefetch)},
+        }[self.kernel]  # fmt: skip
+
+    @property
+    def ring_bytes(self) -> int:
+        """Dynamic shared memory for x."""
+        strips = self.shared or self.ring * self.vectors
+        # cuda.py raises a kernel's limit only for more than 48 KB, beside which are the barriers
+        return 16 * self.threads * strips + 16 if strips else 0
+
+
+RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +102,6 @@ class ClusterPlan:
         x, w, b = affine_metas(call)
         t = self.tiling
         given = w or b or x
-        own = {"STAGES": t.ring} if t.ring else {"PREFETCH": int(t.prefetch)}
         flags = {
             "EVEN": self.even,
             "CENTER": "layer_norm" in call.spec.name,
@@ -69,6 +109,7 @@ class ClusterPlan:
             "HAS_WEIGHT": w is not None,
             "HAS_BIAS": b is not None,
             "STREAM": t.stream,
+            "FIRST": t.first,
         }
         return {
             "TYPE": TYPES[x.dtype],
@@ -79,7 +120,7 @@ class ClusterPlan:
             "RESIDENT": t.resident,
             "WEIGHT_AT": t.weight_at if w is not None or t.weight_at != 2 else 0,
             **{name: int(flag) for name, flag in flags.items()},
-            **own,
+            **t.own_macros,
         }
 
 
@@ -90,7 +131,7 @@ def affine_metas(call: Any) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def source(kernel: str) -> str:
-    """The translation unit of row_cluster or row_ring."""
+    """The translation unit of a kernel."""
     folder = resources.files("opkiln_norm").joinpath("csrc")
     return "".join(folder.joinpath(n).read_text("utf-8") for n in ("row.cuh", f"{kernel}.cu"))
 
@@ -109,20 +150,36 @@ def tuned(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
     return None
 
 
+def rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
+    """A ring for rows of which Triton's kernel would read a part twice, where the table is silent.
+
+    64 KB of a row a CTA, up to 16 CTAs. What the row_norm table names is left to it.
+    """
+    itemsize, op = call.tensors.input.dtype.itemsize, call.spec.name
+    weight = call.tensors.weight
+    wide = weight is not None and weight.dtype.itemsize > itemsize  # does not fit the registers
+    few_or_short = rows <= row_plan.FEW_ROWS or n * itemsize <= row_plan.RESIDENT_BYTES
+    cluster = row_plan.power_of_two(-(-n * itemsize // RULE.slice_bytes))
+    named = row_plan.tuned(op, itemsize, n, rows) is not None
+    if wide or few_or_short or cluster > MAX_CLUSTER or "fused_add" in op or named:
+        return None
+    return replace(RULE, cluster=cluster), "rule"
+
+
 def plan_for(call: Any) -> ClusterPlan | None:
-    """The plan of a call that the table covers and whose tensors can be read by vectors."""
+    """The plan of a call that the table or the rule covers, if vectors can read its tensors."""
     if call.spec.name not in OPS:
         return None
     x, w, b = affine_metas(call)
     split = x.ndim - len(call.params.normalized_shape)
     n, rows = row_plan.extent(x.shape, split)
-    found = tuned(call, n, row_plan.regime_of(call, rows))
+    regime = row_plan.regime_of(call, rows)
+    found = tuned(call, n, regime) or rule(call, n, regime)
     if found is None:
         return None
     tiling, label = found
     sizes, operands = row_plan.operands_of(call, split)
-    present = [o for o in operands if o.strides is not None]
-    strides = [o.strides[0] for o in present]
+    strides = [o.strides[0] for o in operands if o.strides is not None]
     values = 16 // x.dtype.itemsize
     columns_dense = all(o.stride_n is None for o in operands)
     metas = [m for m in vars(call.tensors).values() if m is not None]
@@ -132,15 +189,13 @@ def plan_for(call: Any) -> ClusterPlan | None:
         and all(size % values == 0 for size in (n, *strides))
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
-        and n <= tiling.cluster * tiling.threads * tiling.vectors * values
-        and not (tiling.ring and "fused_add" in call.spec.name)
+        and n <= tiling.lanes * tiling.vectors * values
+        and not (tiling.kernel != "row_cluster" and "fused_add" in call.spec.name)
     )
     if not fits:
         return None
     in_shared = tiling.weight_at == 2 and w is not None
-    vector_bytes = 16 * tiling.ring + (values * w.dtype.itemsize if in_shared else 0)
-    # cuda.py raises a kernel's limit only for more than 48 KB, beside which the ring's barriers are
-    more = 16 if tiling.ring else 0
+    weight_bytes = values * w.dtype.itemsize * tiling.threads * tiling.vectors if in_shared else 0
     return ClusterPlan(
         tiling=tiling,
         source=label,
@@ -148,8 +203,8 @@ def plan_for(call: Any) -> ClusterPlan | None:
         n=n,
         x_stride=strides[0],
         r_stride=strides[-1],
-        even=n == tiling.cluster * tiling.threads * tiling.vectors * values,
-        shared_bytes=vector_bytes * tiling.threads * tiling.vectors + more,
+        even=n == tiling.lanes * tiling.vectors * values,
+        shared_bytes=tiling.ring_bytes + weight_bytes,
     )
 
 
@@ -160,7 +215,7 @@ def prepare(call: Any) -> Callable[..., Any] | None:
         return None
     t, device = plan.tiling, call.device
     kernel = cuda.load(source(t.kernel), t.kernel, device, plan.macros(call))
-    clusters = plan.rows
+    clusters = -(-plan.rows // (t.pack * t.threads // 32)) if t.pack else plan.rows
     if t.persistent:
         kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
         clusters = min(clusters, max_clusters(kernel, plan))
@@ -176,7 +231,7 @@ def prepare(call: Any) -> Callable[..., Any] | None:
         residual, affine = (others[0], others[1:]) if added else (0, others)
         weight, bias = (0 if t is None else t for t in (*affine, None)[:2])
         summed = outputs[1] if added else 0
-        saved = outputs[1 + added :] or [0] * (1 + center)
+        saved: list[Any] = outputs[1 + added :] or [0] * (1 + center)
         mean = saved[0] if center else 0
         send(x, residual, weight, bias, outputs[0], summed, mean, saved[-1], *scalars)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -26,7 +26,8 @@ from opkiln_norm import row_cluster
 from opkiln_norm.row_plan import multiprocessors, plan_for
 from opkiln_norm.row_tiles import (
     head_moments,
-    load_affine,
+    inside_row,
+    load_affines,
     load_sum,
     modulate,
     output_rows,
@@ -44,20 +45,26 @@ def normalize_tile(
     inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
     stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
     CENTER: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, PRELOAD: tl.constexpr,
-    PACKED: tl.constexpr, ALIGN: tl.constexpr,
+    PACKED: tl.constexpr, ALIGN: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BLOCK_M and following. `w`, `b`: tiles of an affine that was loaded before."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     mask_m = rows < M
-    x_rows = row_pointers(x_ptr, rows, inner_sizes, x_strides, stride_xn, ALIGN)
-    r_rows = row_pointers(r_ptr, rows, inner_sizes, r_strides, stride_rn, ALIGN)
-    w_rows = row_pointers(w_ptr, rows, inner_sizes, w_strides, stride_wn, ALIGN)
-    b_rows = row_pointers(b_ptr, rows, inner_sizes, b_strides, stride_bn, ALIGN)
-    g_rows = row_pointers(g_ptr, rows, inner_sizes, g_strides, stride_gn, ALIGN)
-    y_rows = output_rows(y_ptr, rows, N, x_rows)
-    s_rows = output_rows(s_ptr, rows, N, r_rows)
+    shift = None
+    vector_start = None
+    if SHIFT:
+        row_start = rows.to(tl.int64) * N
+        shift = (row_start % SHIFT).to(tl.int32)
+        vector_start = row_start // SHIFT * SHIFT
+    x_rows = row_pointers(x_ptr, rows, inner_sizes, x_strides, stride_xn, vector_start, ALIGN)
+    r_rows = row_pointers(r_ptr, rows, inner_sizes, r_strides, stride_rn, vector_start, ALIGN)
+    w_rows = row_pointers(w_ptr, rows, inner_sizes, w_strides, stride_wn, vector_start, ALIGN)
+    b_rows = row_pointers(b_ptr, rows, inner_sizes, b_strides, stride_bn, vector_start, ALIGN)
+    g_rows = row_pointers(g_ptr, rows, inner_sizes, g_strides, stride_gn, vector_start, ALIGN)
+    y_rows = output_rows(y_ptr, rows, N, x_rows, vector_start)
+    s_rows = output_rows(s_ptr, rows, N, r_rows, vector_start)
     stride_yn = None
     stride_sn = None
     if y_ptr is None:
@@ -72,21 +79,22 @@ def normalize_tile(
     x = ()
     for c in tl.static_range(CHUNKS):
         cols_c = start + c * BLOCK_N + cols
-        mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
-        x = x + (load_sum(x_rows, r_rows, cols_c, stride_xn, stride_rn, mask, EVICT),)
+        mask = tile_mask(mask_m, cols_c, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N)
+        x = x + (load_sum(x_rows, r_rows, cols_c, stride_xn, stride_rn, mask, EVICT, SHIFT),)
     mask_w = None
     if w_strides is not None:
         mask_w = mask_m
     g = ()
     if PRELOAD and mask_w is not None:
-        w = load_affine(w_rows, stride_wn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_rows, stride_bn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        g = load_affine(g_rows, stride_gn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        w, b, g = load_affines(
+            w_rows, b_rows, g_rows, stride_wn, stride_bn, stride_gn,
+            start, mask_w, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N, CHUNKS,
+        )  # fmt: skip
     if r_ptr is not None:
         for c in tl.static_range(CHUNKS):
             cols_c = start + c * BLOCK_N + cols
-            mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
-            store_columns(s_rows, cols_c, stride_sn, x[c], mask, STORE_CACHE)
+            mask = tile_mask(mask_m, cols_c, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N)
+            store_columns(s_rows, cols_c, stride_sn, x[c], mask, STORE_CACHE, SHIFT)
 
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     moment = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
@@ -107,7 +115,7 @@ def normalize_tile(
     for c in tl.static_range(CHUNKS):
         centred = read_again(x[c], mean, PACKED and CENTER) - mean
         if CENTER and not EVEN:
-            centred = tl.where(start + c * BLOCK_N + cols < N, centred, 0.0)
+            centred = tl.where(inside_row(start + c * BLOCK_N + cols, shift, N), centred, 0.0)
         moment += centred * centred
     rstd = tl.rsqrt(tl.sum(moment, axis=1, keep_dims=True) / N + eps)
 
@@ -115,18 +123,24 @@ def normalize_tile(
         tl.store(mean_ptr + rows, mean, mask=mask_m)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=mask_m)
-    if not PRELOAD:
-        w = load_affine(w_rows, stride_wn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_rows, stride_bn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        g = load_affine(g_rows, stride_gn, start, mask_w, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+    if not (PRELOAD or SHIFT):
+        w, b, g = load_affines(
+            w_rows, b_rows, g_rows, stride_wn, stride_bn, stride_gn,
+            start, mask_w, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N, CHUNKS,
+        )  # fmt: skip
     for c in tl.static_range(CHUNKS):
-        wc = w[c] if w_ptr is not None else None
-        bc = b[c] if b_ptr is not None else None
-        gc = g[c] if g_ptr is not None else None
+        if SHIFT:  # an [N] weight is read by elements: 8 registers a vector, so for one chunk only
+            w, b, g = load_affines(
+                w_rows, b_rows, g_rows, stride_wn, stride_bn, stride_gn,
+                c * BLOCK_N, mask_w, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N, 1,
+            )  # fmt: skip
+        wc = w[0 if SHIFT else c] if w_ptr is not None else None
+        bc = b[0 if SHIFT else c] if b_ptr is not None else None
+        gc = g[0 if SHIFT else c] if g_ptr is not None else None
         cols_c = start + c * BLOCK_N + cols
-        mask = tile_mask(mask_m, cols_c, N, EVEN, BLOCK_M, BLOCK_N)
+        mask = tile_mask(mask_m, cols_c, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N)
         y = modulate(read_again(x[c], rstd, PACKED), mean, rstd, wc, bc, gc, offset)
-        store_columns(y_rows, cols_c, stride_yn, y, mask, STORE_CACHE)
+        store_columns(y_rows, cols_c, stride_yn, y, mask, STORE_CACHE, SHIFT)
     if HEAD:
         write_head(
             x_rows, r_rows, w_rows, b_rows, g_rows, y_rows, s_rows,
@@ -141,7 +155,7 @@ def row_norm_kernel(
     inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,  # strides in ALIGN units
     stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, n_units, eps, offset,
     CENTER: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, PERSISTENT: tl.constexpr,
-    PRELOAD: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
+    PRELOAD: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +163,9 @@ def row_norm_kernel(
 
     EVEN: the blocks cover N exactly. PRELOAD: the affine is loaded before the reduction instead of
     after it (an [N] one before x), so that their latencies overlap; an [N] one not with HEAD.
-    y_ptr, s_ptr None: in place.
+    y_ptr, s_ptr None: in place. SHIFT: elements of a vector of 16 bytes, where rows follow each
+    other without a gap but do not start at vectors: a tile starts with the vector in which its row
+    does, `shift` elements before the row. 0: columns start at the row.
     """
     N = n_units * ALIGN
     if EVEN and not HEAD:
@@ -157,8 +173,10 @@ def row_norm_kernel(
     w = ()
     b = ()
     if PRELOAD and w_strides is None:
-        w = load_affine(w_ptr, stride_wn, 0, None, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
-        b = load_affine(b_ptr, stride_bn, 0, None, N, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
+        w, b, _ = load_affines(
+            w_ptr, b_ptr, None, stride_wn, stride_bn, None,
+            0, None, N, None, EVEN, 0, BLOCK_M, BLOCK_N, CHUNKS,
+        )  # fmt: skip
     first = tl.program_id(0)
     if PERSISTENT:
         for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -166,7 +184,7 @@ def row_norm_kernel(
                 tile, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
                 inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
                 stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
-                CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
+                CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN, SHIFT,
                 BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
             )  # fmt: skip
     else:
@@ -174,7 +192,7 @@ def row_norm_kernel(
             first, x_ptr, r_ptr, w_ptr, b_ptr, g_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, w, b,
             inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
             stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
-            CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN,
+            CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN, SHIFT,
             BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
         )  # fmt: skip
 
@@ -198,7 +216,7 @@ def prepare(call: Any) -> Callable[..., Any]:
     metas = [(m.shape, m.stride, m.dtype) for m in call.outputs]
     grid = (plan.grid(multiprocessors(device)), 1, 1)
     fixed = (*plan.arguments(call.params), *plan.constexprs(call).values())
-    options = {"num_warps": plan.tiling.num_warps}
+    options = plan.options
     compiled: Callable[..., Any] | None = None
 
     def launch(*tensors: torch.Tensor | None) -> Any:

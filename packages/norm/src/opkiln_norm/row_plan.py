@@ -17,6 +17,7 @@ import torch
 MAX_ALIGN = 16  # elements; more earns no wider load for the dtypes served
 FEW_ROWS = 128  # fewer than the multiprocessors of an H200 (132): latency counts, not bandwidth
 RESIDENT_BYTES = 65536  # longest row that 32 warps hold in registers with room for the affine
+SHIFT_VECTORS = 64  # shortest row, in vectors of 16 bytes, for which two more masked edges pay
 MAX_INDEX = 2**31 - 2**17  # row and column numbers are 32-bit, and tiles reach past the end
 
 
@@ -49,7 +50,8 @@ class Operand:
 class RowPlan:
     """A tiling and the rows it is for. `source`: "rule", or the label of the table's row.
 
-    operands: x, r, w, b, g of the kernel; strides of dense ones in units of `align`.
+    operands: x, r, w, b, g of the kernel; strides of dense ones in units of `align`. shift: the
+    kernel's SHIFT.
     """
 
     tiling: Tiling
@@ -57,6 +59,7 @@ class RowPlan:
     rows: int
     n: int
     align: int
+    shift: int
     even: bool
     inner_sizes: tuple[int, ...]
     operands: tuple[Operand, ...]
@@ -64,6 +67,16 @@ class RowPlan:
     @property
     def tiles(self) -> int:
         return -(-self.rows // self.tiling.block_m)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's. SHIFT's edges would take 128 registers a thread, and leave an SM 16 warps; but
+        rows of more than x need them.
+        """
+        warps = self.tiling.num_warps
+        alone = all(operand.strides is None for operand in self.operands[1:])
+        registers = 128 if not alone else 80 if warps <= 8 else 64
+        return {"num_warps": warps, **({"maxnreg": registers} if self.shift else {})}
 
     def grid(self, multiprocessors: int) -> int:
         """How many programs to launch."""
@@ -98,6 +111,7 @@ class RowPlan:
             "PRELOAD": t.preload,
             "PACKED": t.packed,
             "ALIGN": self.align,
+            "SHIFT": self.shift,
             "BLOCK_M": t.block_m,
             "BLOCK_N": t.block_n,
             "CHUNKS": t.chunks,
@@ -158,8 +172,13 @@ def rule(itemsize: int, n: int, rows: int, added: bool = False) -> Tiling:
     warp = 32 * vector  # columns that a warp loads at once
     half = itemsize == 2
     if n * itemsize > RESIDENT_BYTES:
-        chunks = 2 if half and added else 4  # 16 registers a thread
-        return Tiling(32 * warp, 32, chunks=chunks, head=True, stages=3, packed=half and not added)
+        if half and not added:
+            return Tiling(
+                64 * warp, 32, chunks=2, head=True, packed=True, evict="evict_first",
+                store_cache=".cs",
+            )  # fmt: skip
+        chunks = 2 if half else 4  # 16 registers a thread
+        return Tiling(32 * warp, 32, chunks=chunks, head=True, stages=3)
     block_n = power_of_two(n)
     if rows <= FEW_ROWS and block_n > warp:  # a vector a thread, as far as 32 warps reach
         return Tiling(block_n=block_n, num_warps=min(block_n // warp, 32), preload=True)
@@ -264,6 +283,23 @@ def alignment(call: Any, split: int, n: int) -> int:
     return 1 if invariant and align * x.dtype.itemsize % 16 else align
 
 
+def shift_of(call: Any, n: int, rows: int, sizes: list[int], operands: list[Operand]) -> int:
+    """Elements of 16 bytes if many rows without gaps start at them only now and then, else 0.
+
+    Not under batch invariance, as a row's tile depends on its place; nor for rows beyond the
+    registers, nor for rows of few vectors.
+    """
+    values = 16 // call.tensors.input.dtype.itemsize
+    own = [o for o in operands if o.strides is not None]
+    gapless = all(o.strides == (n,) and o.stride_n is None for o in own)
+    metas = [m for m in vars(call.tensors).values() if m is not None]
+    more = len(own) > 1  # than x: does not fit 64 registers beside the edges
+    long = (n + values - 1) * call.tensors.input.dtype.itemsize > RESIDENT_BYTES // (1 + more)
+    odd = n % values != 0 and gapless and len(sizes) == 1 and all(m.aligned for m in metas)
+    few = rows <= FEW_ROWS or n < SHIFT_VECTORS * values
+    return 0 if call.policy.batch_invariant or long or few or not odd else values
+
+
 def plan_for(call: Any) -> RowPlan:
     """The plan of a row norm call. ValueError says what the kernel cannot index."""
     x = call.tensors.input
@@ -281,7 +317,8 @@ def plan_for(call: Any) -> RowPlan:
         op = call.spec.name.removesuffix("_inplace")
         found = tuned(op, x.dtype.itemsize, n, regime)
     added = operands[1].strides is not None
-    tiling, source = found or (rule(x.dtype.itemsize, n, regime, added), "rule")
+    shift = 0 if found else shift_of(call, n, rows, sizes, operands)
+    tiling, source = found or (rule(x.dtype.itemsize, n + max(shift - 1, 0), regime, added), "rule")
     covered = n % tiling.block_n == 0 if tiling.head else tiling.chunks * tiling.block_n == n
     return RowPlan(
         tiling=tiling,
@@ -289,7 +326,8 @@ def plan_for(call: Any) -> RowPlan:
         rows=rows,
         n=n,
         align=align,
-        even=covered,
+        shift=shift,
+        even=covered and not shift,
         inner_sizes=tuple(sizes[1:]),
         operands=tuple(in_units(o, align) for o in operands),
     )

@@ -22,12 +22,17 @@ def row_offsets(rows, inner_sizes, strides):
 
 
 @triton.jit
-def row_pointers(ptr, rows, inner_sizes, strides, stride_n, ALIGN: tl.constexpr):
-    """Where an operand's rows start. Strides of dense operands are in units of ALIGN."""
+def row_pointers(ptr, rows, inner_sizes, strides, stride_n, vector_start, ALIGN: tl.constexpr):
+    """Where an operand's rows start, or the vectors in which they do if `vector_start` is given.
+
+    Strides of dense operands are in units of ALIGN.
+    """
     if ptr is None:
         ptrs = None
     elif strides is None:
         ptrs = ptr
+    elif vector_start is not None:
+        ptrs = ptr + vector_start
     elif stride_n is None:
         ptrs = ptr + row_offsets(rows, inner_sizes, strides) * ALIGN
     else:
@@ -36,18 +41,39 @@ def row_pointers(ptr, rows, inner_sizes, strides, stride_n, ALIGN: tl.constexpr)
 
 
 @triton.jit
-def output_rows(ptr, rows, N, input_rows):
+def output_rows(ptr, rows, N, input_rows, vector_start):
     """Where an output's rows start: over those of an input where `ptr` is None."""
     ptrs = input_rows
-    if ptr is not None:
+    if ptr is not None and vector_start is not None:
+        ptrs = ptr + vector_start
+    elif ptr is not None:
         ptrs = ptr + rows.to(tl.int64) * N
     return ptrs
 
 
 @triton.jit
-def tile_mask(mask_m, cols, N, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Mask [BLOCK_M, BLOCK_N] of the elements that exist; None where all of them do."""
-    if not EVEN:
+def inside_row(cols, shift, N):
+    """Which columns of a tile are elements of the row; shift: see SHIFT of `row_norm_kernel`."""
+    inside = cols < N
+    if shift is not None:
+        inside = (cols >= shift) & (cols < N + shift)
+    return inside
+
+
+@triton.jit
+def tile_mask(
+    mask_m, cols, N, shift,
+    EVEN: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Mask [BLOCK_M, BLOCK_N] of the elements that exist; None where all of them do.
+
+    With SHIFT two masks: of the vectors that lie in the row, and of the elements in others.
+    """
+    if SHIFT:
+        vector = cols // SHIFT
+        whole = (vector * SHIFT >= shift) & (vector < (N + shift) // SHIFT)
+        mask = (mask_m & whole, mask_m & inside_row(cols, shift, N) & (whole == 0))
+    elif not EVEN:
         mask = mask_m & (cols < N)
     elif BLOCK_M > 1:
         mask = tl.broadcast_to(mask_m, [BLOCK_M, BLOCK_N])
@@ -64,10 +90,14 @@ def column_offsets(cols, stride_n):
 
 
 @triton.jit
-def load_columns(ptrs, cols, stride_n, mask, EVICT: tl.constexpr):
-    """A tile in its own dtype, 0 outside the mask."""
+def load_columns(ptrs, cols, stride_n, mask, EVICT: tl.constexpr, SHIFT: tl.constexpr = 0):
+    """A tile in its own dtype, 0 outside the mask. With SHIFT the edges are loads of their own."""
     cols = column_offsets(cols, stride_n)
-    if mask is None:
+    if SHIFT:
+        edges = tl.load(ptrs + cols, mask=mask[1], other=0.0, eviction_policy=EVICT)
+        tile = tl.load(ptrs + cols, mask=mask[0], other=0.0, eviction_policy=EVICT)
+        tile = tl.where(mask[1], edges, tile)
+    elif mask is None:
         tile = tl.load(ptrs + cols, eviction_policy=EVICT)
     else:
         tile = tl.load(ptrs + cols, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -75,17 +105,22 @@ def load_columns(ptrs, cols, stride_n, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def load_sum(x_rows, r_rows, cols, stride_xn, stride_rn, mask, EVICT: tl.constexpr):
+def load_sum(
+    x_rows, r_rows, cols, stride_xn, stride_rn, mask, EVICT: tl.constexpr, SHIFT: tl.constexpr = 0
+):
     """What is normalized: x in its own dtype, or x + r in f32."""
-    x = load_columns(x_rows, cols, stride_xn, mask, EVICT)
+    x = load_columns(x_rows, cols, stride_xn, mask, EVICT, SHIFT)
     if r_rows is not None:
-        x = x.to(tl.float32) + load_columns(r_rows, cols, stride_rn, mask, EVICT).to(tl.float32)
+        r = load_columns(r_rows, cols, stride_rn, mask, EVICT, SHIFT)
+        x = x.to(tl.float32) + r.to(tl.float32)
     return x
 
 
 @triton.jit
-def load_affine(ptrs, stride_n, start, mask_m, N, EVEN: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+def load_affine(
+    ptrs, stride_n, start, mask_m, N, shift, EVEN: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """CHUNKS tiles of a weight, bias or gate; () where it is absent. mask_m None: one row for all.
 
     Every row loads its own copy (from L1): in x's layout, without a pass through shared memory.
@@ -96,13 +131,36 @@ def load_affine(ptrs, stride_n, start, mask_m, N, EVEN: tl.constexpr,
             cols = start + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             cols = tl.broadcast_to(cols, [BLOCK_M, BLOCK_N])
             if mask_m is not None:
-                mask = tile_mask(mask_m, cols, N, EVEN, BLOCK_M, BLOCK_N)
-            elif EVEN:
-                mask = None
+                mask = tile_mask(mask_m, cols, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N)
+                tile = load_columns(ptrs, cols, stride_n, mask, "", SHIFT)
             else:
-                mask = cols < N
-            tiles = tiles + (load_columns(ptrs, cols, stride_n, mask, ""),)
+                mask = None
+                if not EVEN:
+                    mask = inside_row(cols, shift, N)
+                if SHIFT:
+                    cols -= shift
+                tile = load_columns(ptrs, cols, stride_n, mask, "")
+            tiles = tiles + (tile,)
     return tiles
+
+
+@triton.jit
+def load_affines(
+    w_rows, b_rows, g_rows, stride_wn, stride_bn, stride_gn,
+    start, mask_m, N, shift, EVEN: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`load_affine` of weight, bias and gate."""
+    w = load_affine(
+        w_rows, stride_wn, start, mask_m, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N, CHUNKS
+    )
+    b = load_affine(
+        b_rows, stride_bn, start, mask_m, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N, CHUNKS
+    )
+    g = load_affine(
+        g_rows, stride_gn, start, mask_m, N, shift, EVEN, SHIFT, BLOCK_M, BLOCK_N, CHUNKS
+    )
+    return w, b, g
 
 
 @triton.jit
@@ -115,9 +173,14 @@ def load_whole(ptrs, cols, stride_n):
 
 
 @triton.jit
-def store_columns(ptrs, cols, stride_n, tile, mask, CACHE: tl.constexpr):
+def store_columns(ptrs, cols, stride_n, tile, mask, CACHE: tl.constexpr, SHIFT: tl.constexpr = 0):
     ptrs = ptrs + column_offsets(cols, stride_n)
-    tl.store(ptrs, tile.to(ptrs.dtype.element_ty), mask=mask, cache_modifier=CACHE)
+    tile = tile.to(ptrs.dtype.element_ty)
+    if SHIFT:
+        tl.store(ptrs, tile, mask=mask[0], cache_modifier=CACHE)
+        tl.store(ptrs, tile, mask=mask[1], cache_modifier=CACHE)
+    else:
+        tl.store(ptrs, tile, mask=mask, cache_modifier=CACHE)
 
 
 @triton.jit

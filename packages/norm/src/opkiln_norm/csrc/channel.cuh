@@ -39,17 +39,10 @@ __device__ u32 pack(float low, float high) {
 }
 
 // Volatile: loads and stores stay in the order written here.
-template <int WORDS>
-__device__ Words<WORDS> load_words(const char* p) {
-    Words<WORDS> w;
-    if constexpr (WORDS == 1)
-        asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(w.at[0]) : "l"(p));
-    else if constexpr (WORDS == 2)
-        asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(w.at[0]), "=r"(w.at[1]) : "l"(p));
-    else
-        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3]) : "l"(p));
+__device__ Words<4> load_vector(const char* p) {
+    Words<4> w;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3]) : "l"(p));
     return w;
 }
 
@@ -89,6 +82,49 @@ __device__ void cluster_arrive() {
 
 __device__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Loads that stay in the order written here, as ordinary ones do not: in code without branches
+// ptxas moves those that are needed last, a channel's parameters, below the first use of x, and
+// their latency adds to x's. So parameters come first, by these, and x after them, by these too.
+template <int WORDS>
+__device__ Words<WORDS> load_in_order(const char* p) {
+    Words<WORDS> w;
+    if constexpr (WORDS == 1)
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(w.at[0]) : "l"(p));
+    else if constexpr (WORDS == 2)
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(w.at[0]), "=r"(w.at[1]) : "l"(p));
+    else
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3]) : "l"(p));
+    return w;
+}
+
+// One value, as f32.
+template <int KIND>
+__device__ float load_one(const void* p, u32 i) {
+    if constexpr (KIND == F32) {
+        float found;
+        asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(found) : "l"((const float*)p + i));
+        return found;
+    } else {
+        u16 half;
+        asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(half) : "l"((const u16*)p + i));
+        return KIND == 1 ? __uint_as_float((u32)half << 16) : widen(half);
+    }
+}
+
+// To a few units in the last place, in one instruction.
+__device__ float reciprocal(float v) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
+    return inverse;
+}
+
+// Of some warps of a CTA; id: 1 to 15, for each set of warps its own.
+__device__ void named_barrier(u32 id, u32 threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
 // 16 bytes from global to shared memory, past the registers; done after copies_done.
@@ -145,43 +181,128 @@ __device__ void store_values(char* p, const Values<WORDS>& values) {
 }
 
 template <int KIND>
-__device__ float load_one(const void* p, i64 i) {
-    if constexpr (KIND == F32) return ((const float*)p)[i];
-    const u16 half = ((const u16*)p)[i];
-    return KIND == 1 ? __uint_as_float((u32)half << 16) : widen(half);
-}
-
-template <int KIND>
 __device__ void store_one(void* p, i64 i, float v) {
     if constexpr (KIND == F32) ((float*)p)[i] = v;
     else ((u16*)p)[i] = (u16)pack<KIND>(v, 0.0f);
 }
 
-__device__ float warp_sum(float v) {
+// Over the lanes that differ in the bits from LOWEST up.
+template <int LOWEST>
+__device__ float lane_sum(float v) {
 #pragma unroll
-    for (int lane = 16; lane; lane /= 2) v += __shfl_xor_sync(~0u, v, lane);
+    for (int lane = 16; lane >= LOWEST; lane /= 2) v += __shfl_xor_sync(~0u, v, lane);
     return v;
 }
 
-// A channel's affine and running statistics, loaded together.
+// Neighbouring values, in one load where they fill a word.
+template <int KIND, int N>
+__device__ void load_many(const void* p, u32 i, float (&found)[N]) {
+    constexpr int BYTES = KIND == F32 ? 4 : 2;
+    if constexpr (N * BYTES < 4) {
+        found[0] = load_one<KIND>(p, i);
+    } else {
+        const auto words = load_in_order<N * BYTES / 4>((const char*)p + (i64)i * BYTES);
+#pragma unroll
+        for (int j = 0; j < N; ++j) found[j] = value<KIND>(words, j);
+    }
+}
+
+// A channel's affine and running statistics.
 struct Channel {
     float weight = 1, bias = 0, mean = 0, var = 0;
 };
 
-__device__ Channel load_channel(const void* w, const void* b, const void* rm, const void* rv,
-                                i64 c) {
-    Channel found;
-    if constexpr (HAS_WEIGHT) found.weight = load_one<WEIGHT_TYPE>(w, c);
-    if constexpr (HAS_BIAS) found.bias = load_one<WEIGHT_TYPE>(b, c);
-    if constexpr (HAS_RUNNING) {
-        found.mean = load_one<RUNNING_TYPE>(rm, c);
-        found.var = load_one<RUNNING_TYPE>(rv, c);
+// Of N neighbouring channels.
+template <int N>
+struct Channels {
+    Channel at[N];
+
+    __device__ Channels(const void* w, const void* b, const void* rm, const void* rv, u32 c) {
+        if constexpr (HAS_RUNNING) take<RUNNING_TYPE>(&Channel::mean, rm, c);
+        if constexpr (HAS_RUNNING) take<RUNNING_TYPE>(&Channel::var, rv, c);
+        if constexpr (HAS_WEIGHT) take<WEIGHT_TYPE>(&Channel::weight, w, c);
+        if constexpr (HAS_BIAS) take<WEIGHT_TYPE>(&Channel::bias, b, c);
     }
-    return found;
+    template <int KIND>
+    __device__ void take(float Channel::*field, const void* p, u32 c) {
+        float found[N];
+        load_many<KIND>(p, c, found);
+#pragma unroll
+        for (int j = 0; j < N; ++j) at[j].*field = found[j];
+    }
+};
+
+__device__ Channel load_channel(const void* w, const void* b, const void* rm, const void* rv,
+                                u32 c) {
+    return Channels<1>(w, b, rm, rv, c).at[0];
 }
 
 __device__ void move_running(void* rm, void* rv, i64 c, const Channel& old, float mean, float var,
                              float momentum) {
     store_one<RUNNING_TYPE>(rm, c, (1 - momentum) * old.mean + momentum * mean);
     store_one<RUNNING_TYPE>(rv, c, (1 - momentum) * old.var + momentum * var);
+}
+
+// Chan's merge of the lanes' moments, over the lane bits from LOWEST up. Its weights need only the
+// counts, so they are known before the values come. EQUAL: all lanes count alike.
+template <int LOWEST, bool EQUAL>
+struct LaneMerge {
+    float n, share[5], cross[5];
+
+    __device__ explicit LaneMerge(float own) {
+        n = own;
+#pragma unroll
+        for (int k = 0; 16 >> k >= LOWEST; ++k) {
+            const float other = EQUAL ? n : __shfl_xor_sync(~0u, n, 16 >> k);
+            share[k] = EQUAL ? 0.5f : other * reciprocal(fmaxf(n + other, 1.0f));
+            cross[k] = n * share[k];
+            n += other;
+        }
+    }
+    __device__ Moments operator()(float mean, float m2) const {
+#pragma unroll
+        for (int k = 0; 16 >> k >= LOWEST; ++k) {
+            const float distance = __shfl_xor_sync(~0u, mean, 16 >> k) - mean;
+            m2 += __shfl_xor_sync(~0u, m2, 16 >> k);
+            mean += distance * share[k];
+            m2 += distance * distance * cross[k];
+        }
+        return {n, mean, m2};
+    }
+};
+
+// The whole of so many parts, `stride` apart in shared memory; w of a part is not used.
+template <int PARTS>
+__device__ Moments merge_parts(const float4* parts, int stride, float inverse_count) {
+    Moments whole = {};
+    float between = 0;
+#pragma unroll 8  // 16 and more, all in registers, spill
+    for (int p = 0; p < PARTS; ++p) {
+        const float4 part = parts[p * stride];
+        whole.mean += part.x * part.y;
+        whole.m2 += part.z;
+    }
+    whole.mean *= inverse_count;
+#pragma unroll 8
+    for (int p = 0; p < PARTS; ++p) {
+        const float4 part = parts[p * stride];
+        const float distance = part.y - whole.mean;
+        between += part.x * (distance * distance);
+    }
+    whole.m2 += between;
+    return whole;
+}
+
+template <int N>
+__device__ float add_up(const float (&parts)[N]) {
+    if constexpr (N == 1) {
+        return parts[0];
+    } else {
+        constexpr int HALF = (N + 1) / 2;
+        float halves[HALF];
+#pragma unroll
+        for (int i = 0; i < HALF; ++i)
+            halves[i] = i + HALF < N ? parts[i] + parts[i + HALF] : parts[i];
+        return add_up(halves);
+    }
 }

@@ -1,97 +1,110 @@
 // Batch norm of few rows with the channels side by side: x [N, CHANNELS], contiguous.
 //
-// A lane holds one 32-bit word (two channels of 16 bits, one of 32) of every WARPS-th row; warps
-// merge through shared memory, with one barrier. Everything is loaded before anything is used.
+// A lane holds one 32-bit word (two channels of 16 bits, one of 32) of some rows. The lanes of a
+// warp are LANES words by 32 / LANES rows, which meet in shuffles; warps, if several, meet in
+// shared memory, at one barrier. Everything is loaded before anything is used.
 //
-// Macros, beside those of channel.cuh. CHANNELS: a multiple of a word's. WARPS: a CTA's. ROWS: a
-// warp's, at most.
+// Macros, beside those of channel.cuh. CHANNELS: a multiple of a word's. LANES: words of a CTA, 4
+// to 32. WARPS: a CTA's. ROWS: a lane's, at most.
 
 constexpr int VALUES = 4 / VALUE_BYTES;
-constexpr int ROW_WORDS = CHANNELS / VALUES;
+constexpr u32 ROW_WORDS = CHANNELS / VALUES;
+constexpr u32 STEP = 32 / LANES * WARPS;  // rows of a CTA at once
+constexpr bool FULL = ROW_WORDS % LANES == 0;
 
 struct Column {
-    u32 lane, warp, word;
-    u32 rows;
+    u32 lane, first, word, rows;  // lane: among LANES; first: row
 
-    __device__ Column(i64 n) {
-        lane = threadIdx.x % 32;
-        warp = threadIdx.x / 32;
-        word = blockIdx.x * 32 + lane;
-        rows = word < ROW_WORDS ? n : 0;
+    __device__ Column(u32 n) {
+        lane = threadIdx.x % LANES;
+        first = threadIdx.x / LANES;
+        word = blockIdx.x * LANES + lane;
+        rows = FULL || word < ROW_WORDS ? n : 0;
     }
-    __device__ bool inside(int i) const { return i * WARPS + warp < rows; }
-    __device__ i64 offset(int i) const { return ((i64)(i * WARPS + warp) * ROW_WORDS + word) * 4; }
-    __device__ i64 channel(int j) const { return rows ? word * VALUES + j : j; }
-    __device__ bool leader() const { return rows && warp == 0; }
+    __device__ bool inside(int i) const { return i * STEP + first < rows; }
+    __device__ i64 offset(int i) const {
+        return (i64)(first * ROW_WORDS + word) * 4 + (i64)i * (STEP * ROW_WORDS * 4);
+    }
+    __device__ u32 channel() const { return (FULL || rows ? word : 0) * VALUES; }
+    __device__ bool leader() const { return (FULL || rows) && first == 0; }
 };
 
 __device__ void load_rows(const Column& at, const char* x, Words<1> (&xs)[ROWS]) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         xs[i] = {};
-        if (at.inside(i)) xs[i] = load_words<1>(x + at.offset(i));
+        if (at.inside(i)) xs[i] = load_in_order<1>(x + at.offset(i));
     }
+}
+
+// A column's part in a warp to all warps, which find the WARPS parts from what is returned on.
+__device__ const float4* exchange(const Column& at, const float4 (&mine)[VALUES]) {
+    __shared__ float4 slots[VALUES][WARPS][LANES];
+    if (threadIdx.x % 32 < LANES) {
+#pragma unroll
+        for (int j = 0; j < VALUES; ++j) slots[j][threadIdx.x / 32][at.lane] = mine[j];
+    }
+    __syncthreads();
+    return &slots[0][0][at.lane];
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 channel_columns_forward(const char* x, void* rm, void* rv, const void* w, const void* b, char* y,
                         float* mean_out, float* rstd_out, i64 n, float inverse_count,
                         float unbiased, float eps, float momentum) {
-    __shared__ float slots[WARPS][2][VALUES][32];
     const Column at(n);
     Words<1> xs[ROWS];
+    const Channels<VALUES> own(w, b, rm, rv, at.channel());
     load_rows(at, x, xs);
-    Channel own[VALUES];
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j) own[j] = load_channel(w, b, rm, rv, at.channel(j));
 
-    // Of the rows of warp v; those of its own, the barrier aside, before x has come.
-    const auto counted = [&](int v) { return v < n ? (float)((n - v + WARPS - 1) / WARPS) : 0; };
-    const float inverse = at.warp < n ? 1 / counted(at.warp) : 0;
+    float count = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) count += at.inside(i);
+    const float inverse = reciprocal(fmaxf(count, 1.0f));
+    const LaneMerge<LANES, false> merge(count);
+    float4 mine[VALUES];
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) {
-        float mean = 0, m2 = 0;
+        float values[ROWS], squares[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) mean += value<TYPE>(xs[i], j);
-        mean *= inverse;
+        for (int i = 0; i < ROWS; ++i) values[i] = value<TYPE>(xs[i], j);
+        const float center = add_up(values) * inverse;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const float distance = at.inside(i) ? value<TYPE>(xs[i], j) - mean : 0;
-            m2 += distance * distance;
+            const float distance = at.inside(i) ? values[i] - center : 0;
+            squares[i] = distance * distance;
         }
-        slots[at.warp][0][j][at.lane] = mean;
-        slots[at.warp][1][j][at.lane] = m2;
+        const Moments warp = merge(center, add_up(squares));
+        mine[j] = {warp.n, warp.mean, warp.m2, 0};
     }
-    __syncthreads();
-    float mean[VALUES], scale[VALUES];
+    const float4* parts = WARPS > 1 ? exchange(at, mine) : nullptr;
+    float mean[VALUES], var[VALUES], rstd[VALUES];
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) {
-        float m2 = 0;
-        mean[j] = 0;
-#pragma unroll
-        for (int v = 0; v < WARPS; ++v) mean[j] += counted(v) * slots[v][0][j][at.lane];
-        mean[j] *= inverse_count;
-#pragma unroll
-        for (int v = 0; v < WARPS; ++v) {
-            const float distance = slots[v][0][j][at.lane] - mean[j];
-            m2 += slots[v][1][j][at.lane] + counted(v) * distance * distance;
-        }
-        const float rstd = rsqrtf(m2 * inverse_count + eps);
-        scale[j] = rstd * own[j].weight;
-        if (at.leader()) {
-            if (mean_out) mean_out[at.channel(j)] = mean[j];
-            if (rstd_out) rstd_out[at.channel(j)] = rstd;
-            if constexpr (HAS_RUNNING)
-                move_running(rm, rv, at.channel(j), own[j], mean[j], m2 * unbiased, momentum);
-        }
+        Moments whole = {mine[j].x, mine[j].y, mine[j].z};
+        if constexpr (WARPS > 1)
+            whole = merge_parts<WARPS>(parts + j * WARPS * LANES, LANES, inverse_count);
+        mean[j] = whole.mean;
+        var[j] = whole.m2 * unbiased;
+        rstd[j] = rsqrtf(whole.m2 * inverse_count + eps);
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         Values<1> out;
 #pragma unroll
         for (int j = 0; j < VALUES; ++j)
-            out[j] = (value<TYPE>(xs[i], j) - mean[j]) * scale[j] + own[j].bias;
+            out[j] = (value<TYPE>(xs[i], j) - mean[j]) * (rstd[j] * own.at[j].weight) +
+                     own.at[j].bias;
         if (at.inside(i)) store_values<1>(y + at.offset(i), out);
+    }
+    if (!at.leader()) return;
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j) {
+        const u32 channel = at.channel() + j;
+        if (mean_out) mean_out[channel] = mean[j];
+        if (rstd_out) rstd_out[channel] = rstd[j];
+        if constexpr (HAS_RUNNING)
+            move_running(rm, rv, channel, own.at[j], mean[j], var[j], momentum);
     }
 }
 
@@ -99,46 +112,47 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 channel_columns_backward(const char* g, const char* x, const void* w, const float* means,
                          const float* rstds, char* d, void* gw, void* gb, i64 n,
                          float inverse_count) {
-    __shared__ float slots[WARPS][2][VALUES][32];
     const Column at(n);
     Words<1> gs[ROWS], xs[ROWS];
-    load_rows(at, g, gs);
-    load_rows(at, x, xs);
     float mean[VALUES], rstd[VALUES], weight[VALUES];
+    load_many<F32>(means, at.channel(), mean);
+    load_many<F32>(rstds, at.channel(), rstd);
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j) weight[j] = 1;
+    if constexpr (HAS_WEIGHT) load_many<WEIGHT_TYPE>(w, at.channel(), weight);
+    load_rows(at, x, xs);
+    load_rows(at, g, gs);
+
+    float4 mine[VALUES];
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) {
-        mean[j] = means[at.channel(j)];
-        rstd[j] = rstds[at.channel(j)];
-        weight[j] = HAS_WEIGHT ? load_one<WEIGHT_TYPE>(w, at.channel(j)) : 1;
-    }
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j) {
-        float sum_g = 0, sum_gx = 0;
+        float of_g[ROWS], of_gx[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            sum_g += value<TYPE>(gs[i], j);
-            sum_gx += value<TYPE>(gs[i], j) * (value<TYPE>(xs[i], j) - mean[j]);
+            of_g[i] = value<TYPE>(gs[i], j);
+            of_gx[i] = of_g[i] * (value<TYPE>(xs[i], j) - mean[j]);
         }
-        slots[at.warp][0][j][at.lane] = sum_g;
-        slots[at.warp][1][j][at.lane] = sum_gx;
+        mine[j] = {lane_sum<LANES>(add_up(of_g)), lane_sum<LANES>(add_up(of_gx)), 0, 0};
     }
-    __syncthreads();
+    const float4* parts = WARPS > 1 ? exchange(at, mine) : nullptr;
     float scale[VALUES], shift[VALUES], slope[VALUES];
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) {
-        float sum_g = 0, sum_gx = 0;
+        float2 sums = {mine[j].x, mine[j].y};
+        if constexpr (WARPS > 1) {
+            sums = {};
 #pragma unroll
-        for (int v = 0; v < WARPS; ++v) {
-            sum_g += slots[v][0][j][at.lane];
-            sum_gx += slots[v][1][j][at.lane];
+            for (int p = 0; p < WARPS; ++p) {
+                const float4 part = parts[(j * WARPS + p) * LANES];
+                sums.x += part.x;
+                sums.y += part.y;
+            }
         }
+        mine[j].x = sums.x;
+        mine[j].y = sums.y * rstd[j];
         scale[j] = rstd[j] * weight[j];
-        shift[j] = sum_g * inverse_count;
-        slope[j] = sum_gx * rstd[j] * rstd[j] * inverse_count;
-        if (at.leader()) {
-            if (gw) store_one<WEIGHT_TYPE>(gw, at.channel(j), sum_gx * rstd[j]);
-            if (gb) store_one<WEIGHT_TYPE>(gb, at.channel(j), sum_g);
-        }
+        shift[j] = sums.x * inverse_count;
+        slope[j] = mine[j].y * rstd[j] * inverse_count;
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -149,5 +163,11 @@ channel_columns_backward(const char* g, const char* x, const void* w, const floa
             out[j] = scale[j] * (value<TYPE>(gs[i], j) - shift[j] - slope[j] * distance);
         }
         if (at.inside(i)) store_values<1>(d + at.offset(i), out);
+    }
+    if (!at.leader()) return;
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j) {
+        if (gw) store_one<WEIGHT_TYPE>(gw, at.channel() + j, mine[j].y);
+        if (gb) store_one<WEIGHT_TYPE>(gb, at.channel() + j, mine[j].x);
     }
 }

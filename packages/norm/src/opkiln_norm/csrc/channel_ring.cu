@@ -88,7 +88,7 @@ struct Slice {
     __device__ void fetch(int tensor, int i, const char* from) {  // from: the thread's first
         const char* p = from + i * THREADS * 16;
         if (i < SHARED) copy_vector(shared + (tensor * SHARED + i) * THREADS * 16, p);
-        else registers[tensor][i - SHARED] = load_words<4>(p);
+        else registers[tensor][i - SHARED] = load_vector(p);
     }
     __device__ Words<4> get(int tensor, int i) {
         if (i < SHARED) return load_shared(shared + (tensor * SHARED + i) * THREADS * 16);

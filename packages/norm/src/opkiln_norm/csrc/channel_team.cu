@@ -7,158 +7,131 @@
 // multiple. TEAM_WARPS, CLUSTER: warps of a CTA, and CTAs, that share a set. TEAMS: sets a CTA.
 // VECTORS: a thread's, at most. POOLED. GIVEN: the running statistics serve, a set is a plane.
 // AVERAGED: a CTA's teams are the samples of one channel, whose statistics' average the running
-// statistics take.
+// statistics take. RUNNER: one warp more, with no set, that meets the instructions first.
 //
-// All loads, the channel's parameters too, are under way before the first value is used. Threads
-// merge their moments by Chan's formula, whose weights need only counts, known before the values.
+// All loads, the channel's parameters too, are under way before the first value is used. Sums are
+// made in VALUES chains: one chain of 32 additions takes 0.07 us, and nothing else fills the time.
 
 constexpr int WORDS = VECTOR_BYTES / 4;
 constexpr int VALUES = VECTOR_BYTES / VALUE_BYTES;
 constexpr int TEAM_THREADS = 32 * TEAM_WARPS;
-constexpr int THREADS = TEAM_THREADS * TEAMS;
-constexpr int ALL = TEAM_THREADS * CLUSTER;  // threads of a set
+constexpr int THREADS = TEAM_THREADS * TEAMS + 32 * RUNNER;
+constexpr u32 ALL = TEAM_THREADS * CLUSTER;  // threads of a set
 constexpr int PARTIALS = TEAM_WARPS * CLUSTER;
-constexpr int PLANE_VECTORS = COLS / VALUES;
+constexpr u32 PLANE_VECTORS = COLS / VALUES;
 constexpr i64 PLANE_BYTES = (i64)COLS * VALUE_BYTES;
+constexpr bool ALWAYS = TEAMS == 1 && !RUNNER && !AVERAGED;  // every thread has a set
+constexpr bool EQUAL = ALWAYS && !POOLED && PLANE_VECTORS % ALL == 0;
 
 // Which set a thread works on, and where its vectors lie.
 struct Place {
-    u32 team, rank, thread;  // thread: within the set
-    i64 set, channel;
+    u32 team, thread;  // thread: within the set
+    u32 set, channel;
     u32 vectors;  // of the set; 0: none
 
-    __device__ Place(i64 sets, u32 samples) {
-        team = threadIdx.x / TEAM_THREADS;
-        rank = CLUSTER > 1 ? cluster_rank() : 0;
-        thread = rank * TEAM_THREADS + threadIdx.x % TEAM_THREADS;
-        set = AVERAGED ? (i64)team * CHANNELS + blockIdx.x
-                       : (i64)(blockIdx.x / CLUSTER) * TEAMS + team;
-        channel = POOLED ? set : AVERAGED ? blockIdx.x : (u32)set % CHANNELS;
-        const bool some = AVERAGED ? team < samples : set < sets;
+    __device__ Place(u32 sets, u32 samples) {
+        team = TEAMS + RUNNER == 1 ? 0 : threadIdx.x / TEAM_THREADS;
+        thread = threadIdx.x - team * TEAM_THREADS;
+        if constexpr (CLUSTER > 1) thread += cluster_rank() * TEAM_THREADS;
+        set = AVERAGED ? team * CHANNELS + blockIdx.x : blockIdx.x / CLUSTER * TEAMS + team;
+        const bool some = ALWAYS || (team < TEAMS && (AVERAGED ? team < samples : set < sets));
         vectors = some ? PLANE_VECTORS * (POOLED ? samples : 1) : 0;
-        if (!some) channel = 0;
+        channel = !some ? 0 : POOLED ? set : AVERAGED ? blockIdx.x : set % CHANNELS;
     }
-    __device__ bool inside(int i) const { return i * ALL + thread < vectors; }
+    __device__ bool inside(int i) const {
+        return (ALWAYS && !POOLED && (i + 1) * ALL <= PLANE_VECTORS) || i * ALL + thread < vectors;
+    }
+    // Of vector i; from a thread's first to its others it is a constant where planes allow.
     __device__ i64 offset(int i) const {
-        const u32 v = i * ALL + thread, plane = POOLED ? v / PLANE_VECTORS : 0;
-        return set * PLANE_BYTES + plane * (CHANNELS * PLANE_BYTES) +
-               (v - plane * PLANE_VECTORS) * VECTOR_BYTES;
+        constexpr u32 PLANES = ALL / PLANE_VECTORS;  // at once
+        constexpr i64 PITCH = CHANNELS * PLANE_BYTES;
+        const i64 start = set * PLANE_BYTES;
+        if constexpr (!POOLED || PLANE_VECTORS % ALL == 0) {
+            const u32 v = i * ALL, plane = POOLED ? v / PLANE_VECTORS : 0;
+            return start + thread * VECTOR_BYTES + plane * PITCH +
+                   (i64)(v - plane * PLANE_VECTORS) * VECTOR_BYTES;
+        } else if constexpr (ALL % PLANE_VECTORS == 0) {
+            return start + thread / PLANE_VECTORS * PITCH +
+                   thread % PLANE_VECTORS * VECTOR_BYTES + i * PLANES * PITCH;
+        } else {
+            const u32 v = i * ALL + thread;
+            return start + v / PLANE_VECTORS * PITCH + v % PLANE_VECTORS * VECTOR_BYTES;
+        }
     }
-    __device__ bool leader() const { return vectors && thread == 0; }
+    __device__ bool leader() const { return (ALWAYS || vectors) && thread == 0; }
 };
 
 __device__ void load_set(const Place& at, const char* x, Words<WORDS> (&xs)[VECTORS]) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         xs[i] = {};
-        if (at.inside(i)) xs[i] = load_words<WORDS>(x + at.offset(i));
+        if (at.inside(i)) xs[i] = load_in_order<WORDS>(x + at.offset(i));
     }
 }
 
-// Give `mine` of each warp to all warps of the set; slots: [TEAMS][PARTIALS][KINDS].
-template <int KINDS>
-__device__ void exchange(const Place& at, const float (&mine)[KINDS], float* slots) {
-    if constexpr (PARTIALS == 1) return;
-    const u32 lane = threadIdx.x % 32, warp = at.thread / 32;
-    float* own = slots + (at.team * PARTIALS + warp) * KINDS;
+// `mine` of each warp to all warps of the set, which find the set's PARTIALS at what is returned.
+__device__ const float4* exchange(const Place& at, float4 mine) {
+    __shared__ float4 slots[(TEAMS + RUNNER) * PARTIALS];
+    const u32 lane = threadIdx.x % 32;
+    float4* own = slots + at.team * PARTIALS + at.thread / 32;
     if constexpr (CLUSTER == 1) {
-        if (lane == 0) {
-#pragma unroll
-            for (int k = 0; k < KINDS; ++k) own[k] = mine[k];
-        }
-        __syncthreads();
+        if (lane == 0) *own = mine;
+        if (!RUNNER || at.team < TEAMS) named_barrier(at.team + 1, TEAM_THREADS);
     } else {
         cluster_wait();  // the others run: their shared memory may be written
         if (lane < CLUSTER) {
-#pragma unroll
-            for (int k = 0; k < KINDS; ++k) send(own + k, lane, mine[k]);
+            send(&own->x, lane, mine.x);
+            send(&own->y, lane, mine.y);
+            send(&own->z, lane, mine.z);
         }
         cluster_arrive();
         cluster_wait();
     }
+    return slots + at.team * PARTIALS;
 }
 
-// Mean and squared distances of the set, from those of each thread.
-__device__ Moments merge(const Place& at, Moments mine, const float (&share)[5],
-                         const float (&cross)[5], float inverse_count, float* slots) {
-#pragma unroll
-    for (int k = 0; k < 5; ++k) {
-        const float distance = __shfl_xor_sync(~0u, mine.mean, 16 >> k) - mine.mean;
-        const float other = __shfl_xor_sync(~0u, mine.m2, 16 >> k);
-        mine.mean += distance * share[k];
-        mine.m2 += other + distance * distance * cross[k];
-    }
-    if constexpr (PARTIALS == 1) return mine;
-    const float sent[3] = {mine.n, mine.mean, mine.m2};
-    exchange(at, sent, slots);
-    const float* theirs = slots + at.team * PARTIALS * 3;
-    Moments whole = {};
-#pragma unroll
-    for (int p = 0; p < PARTIALS; ++p) whole.mean += theirs[3 * p] * theirs[3 * p + 1];
-    whole.mean *= inverse_count;
-#pragma unroll
-    for (int p = 0; p < PARTIALS; ++p) {
-        const float distance = theirs[3 * p + 1] - whole.mean;
-        whole.m2 += theirs[3 * p + 2] + theirs[3 * p] * distance * distance;
-    }
-    return whole;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 channel_team_forward(const char* x, void* rm, void* rv, const void* w, const void* b, char* y,
                      float* mean_out, float* rstd_out, i64 sets, i64 samples, i64 saved,
                      float inverse_count, float unbiased, float eps, float momentum) {
-    __shared__ float slots[TEAMS * PARTIALS * 3];
-    __shared__ float averages[2][TEAMS];
     if constexpr (CLUSTER > 1) cluster_arrive();
     const Place at(sets, samples);
     Words<WORDS> xs[VECTORS];
-    load_set(at, x, xs);
     const Channel own = load_channel(w, b, rm, rv, at.channel);
+    load_set(at, x, xs);
+    float count = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) count += at.inside(i) ? VALUES : 0;
+    const float inverse = EQUAL ? 1.0f / (VECTORS * VALUES) : reciprocal(fmaxf(count, 1.0f));
+    const LaneMerge<1, EQUAL> merge(count);
 
-    float mean, rstd;
+    float mean, rstd, var = 0;
     if constexpr (GIVEN) {
         mean = own.mean;
         rstd = rsqrtf(own.var + eps);
     } else {
-        Moments mine = {};
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) mine.n += at.inside(i) ? VALUES : 0;
-        const float inverse = mine.n > 0 ? 1 / mine.n : 0;
-        float share[5], cross[5];
-#pragma unroll
-        for (int k = 0; k < 5; ++k) {
-            const float other = __shfl_xor_sync(~0u, mine.n, 16 >> k), both = mine.n + other;
-            share[k] = both > 0 ? other / both : 0;
-            cross[k] = mine.n * share[k];
-            mine.n = both;
-        }
+        float sums[VALUES] = {}, squares[VALUES] = {};
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-            for (int j = 0; j < VALUES; ++j) mine.mean += value<TYPE>(xs[i], j);
-        mine.mean *= inverse;
+            for (int j = 0; j < VALUES; ++j) sums[j] += value<TYPE>(xs[i], j);
+        const float center = add_up(sums) * inverse;
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
             for (int j = 0; j < VALUES; ++j) {
-                const float distance = at.inside(i) ? value<TYPE>(xs[i], j) - mine.mean : 0;
-                mine.m2 += distance * distance;
+                const float distance = value<TYPE>(xs[i], j) - center;
+                if (at.inside(i)) squares[j] += distance * distance;
             }
         }
-        const Moments whole = merge(at, mine, share, cross, inverse_count, slots);
+        Moments whole = merge(center, add_up(squares));
+        if constexpr (PARTIALS > 1) {
+            const float4* parts = exchange(at, {whole.n, whole.mean, whole.m2, 0});
+            whole = merge_parts<PARTIALS>(parts, 1, inverse_count);
+        }
         mean = whole.mean;
         rstd = rsqrtf(whole.m2 * inverse_count + eps);
-        if constexpr (HAS_RUNNING && !AVERAGED) {
-            if (at.leader())
-                move_running(rm, rv, at.channel, own, mean, whole.m2 * unbiased, momentum);
-        }
-        if constexpr (AVERAGED) {
-            if (at.thread == 0) {
-                averages[0][at.team] = at.vectors ? mean : 0;
-                averages[1][at.team] = at.vectors ? whole.m2 * unbiased : 0;
-            }
-        }
+        var = whole.m2 * unbiased;
     }
     const float scale = rstd * own.weight;
 #pragma unroll
@@ -169,59 +142,62 @@ channel_team_forward(const char* x, void* rm, void* rv, const void* w, const voi
             out[j] = (value<TYPE>(xs[i], j) - mean) * scale + own.bias;
         if (at.inside(i)) store_values<WORDS>(y + at.offset(i), out);
     }
-    if (at.leader() && at.set < saved) {
-        if (mean_out) mean_out[at.set] = mean;
-        if (rstd_out) rstd_out[at.set] = rstd;
+    if (at.leader()) {
+        if constexpr (HAS_RUNNING && !AVERAGED && !GIVEN)
+            move_running(rm, rv, at.channel, own, mean, var, momentum);
+        if (at.set < (u32)saved) {
+            if (mean_out) mean_out[at.set] = mean;
+            if (rstd_out) rstd_out[at.set] = rstd;
+        }
     }
     if constexpr (AVERAGED) {
+        __shared__ float averages[2][TEAMS];
+        if (at.thread == 0) {
+            averages[0][at.team] = at.vectors ? mean : 0;
+            averages[1][at.team] = at.vectors ? var : 0;
+        }
         __syncthreads();
         if (threadIdx.x == 0) {
             float sums[2] = {};
 #pragma unroll
             for (int team = 0; team < TEAMS; ++team)
                 for (int k = 0; k < 2; ++k) sums[k] += averages[k][team];
-            move_running(rm, rv, at.channel, own, sums[0] / samples, sums[1] / samples, momentum);
+            const float share = reciprocal(samples);
+            move_running(rm, rv, at.channel, own, sums[0] * share, sums[1] * share, momentum);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 channel_team_backward(const char* g, const char* x, const void* w, const float* means,
                       const float* rstds, char* d, void* gw, void* gb, i64 sets, i64 samples,
                       float inverse_count) {
-    __shared__ float slots[TEAMS * PARTIALS * 2];
     if constexpr (CLUSTER > 1) cluster_arrive();
     const Place at(sets, samples);
     Words<WORDS> gs[VECTORS], xs[VECTORS];
-    load_set(at, g, gs);
-    load_set(at, x, xs);
+    const float mean = load_one<F32>(means, at.channel), rstd = load_one<F32>(rstds, at.channel);
     const float weight = HAS_WEIGHT ? load_one<WEIGHT_TYPE>(w, at.channel) : 1;
-    const float mean = means[at.channel], rstd = rstds[at.channel];
+    load_set(at, x, xs);
+    load_set(at, g, gs);
 
-    float sums[2] = {};  // of g, and of g * (x - mean)
+    float chains[2][VALUES] = {};  // of g, and of g * (x - mean)
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
         for (int j = 0; j < VALUES; ++j) {
-            sums[0] += value<TYPE>(gs[i], j);
-            sums[1] += value<TYPE>(gs[i], j) * (value<TYPE>(xs[i], j) - mean);
+            chains[0][j] += value<TYPE>(gs[i], j);
+            chains[1][j] += value<TYPE>(gs[i], j) * (value<TYPE>(xs[i], j) - mean);
         }
     }
-    sums[0] = warp_sum(sums[0]);
-    sums[1] = warp_sum(sums[1]);
-    exchange(at, sums, slots);
+    float sum_g = lane_sum<1>(add_up(chains[0])), sum_gx = lane_sum<1>(add_up(chains[1]));
     if constexpr (PARTIALS > 1) {
-        const float* theirs = slots + at.team * PARTIALS * 2;
-        sums[0] = sums[1] = 0;
+        const float4* parts = exchange(at, {sum_g, sum_gx, 0, 0});
+        sum_g = sum_gx = 0;
 #pragma unroll
-        for (int p = 0; p < 2 * PARTIALS; ++p) sums[p % 2] += theirs[p];
+        for (int p = 0; p < PARTIALS; ++p) sum_g += parts[p].x, sum_gx += parts[p].y;
     }
-    const float scale = rstd * weight, shift = sums[0] * inverse_count;
-    const float slope = sums[1] * rstd * rstd * inverse_count;
-    if (at.leader()) {
-        if (gw) store_one<WEIGHT_TYPE>(gw, at.channel, sums[1] * rstd);
-        if (gb) store_one<WEIGHT_TYPE>(gb, at.channel, sums[0]);
-    }
+    const float scale = rstd * weight, shift = sum_g * inverse_count;
+    const float slope = sum_gx * rstd * rstd * inverse_count;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         Values<WORDS> out;
@@ -231,5 +207,9 @@ channel_team_backward(const char* g, const char* x, const void* w, const float* 
             out[j] = scale * (value<TYPE>(gs[i], j) - shift - slope * distance);
         }
         if (at.inside(i)) store_values<WORDS>(d + at.offset(i), out);
+    }
+    if (at.leader()) {
+        if (gw) store_one<WEIGHT_TYPE>(gw, at.channel, sum_gx * rstd);
+        if (gb) store_one<WEIGHT_TYPE>(gb, at.channel, sum_g);
     }
 }
