@@ -1,9 +1,11 @@
 """Measure every candidate tiling of the convolution kernels on the rows of the benchmark pages.
 
     python bench/probes/conv.py --out DIR [--only SUBSTRING] [--budget SECONDS]
+    python bench/probes/conv.py --out DIR --second [--only SUBSTRING] [--budget SECONDS]
     python bench/probes/conv.py --write-tuning DIR/conv.json
 
-The first writes DIR/conv.json and prints one line a geometry; the second turns that file into
+The first writes DIR/conv.json and prints one line a geometry, the second only times the table's
+tiling, the rule's and those of conv_second.py; the third puts the fastest of that file into
 packages/conv/src/opkiln_conv/tuning/sm90.json. See common.py for how it measures. A geometry is
 timed once, in the dtype of its row without bias: bias and bf16 choose no other tiling.
 """
@@ -12,11 +14,10 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import common
@@ -24,11 +25,15 @@ import torch
 
 sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/conv/src")]
 
+from conv_first import first_run  # noqa: E402
+from conv_second import second  # noqa: E402
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
-from opkiln_conv import conv_plan  # noqa: E402
-from opkiln_conv.conv_plan import Tiling  # noqa: E402
+from opkiln_conv import conv_plan, patch, tilings  # noqa: E402
 from opkiln_conv.geometry import Geometry, geometry_of  # noqa: E402
+from opkiln_conv.patch import PatchTiling  # noqa: E402
+from opkiln_conv.sources import source  # noqa: E402
+from opkiln_conv.tilings import Tiling  # noqa: E402
 
 TUNING = common.ROOT / "packages/conv/src/opkiln_conv/tuning/sm90.json"
 TOLERANCE = {"bf16": 2**-7, "f16": 2**-9}  # of the output's RMS, or of the value where larger
@@ -75,6 +80,7 @@ class Row:
     bar: float
     page: float
     options: tuple[str, ...]
+    bias: bool = False
 
     @property
     def op(self) -> str:
@@ -92,10 +98,18 @@ class Row:
             "allow_tf32": False,
         }
 
+    @property
+    def scale(self) -> float:
+        """Of the output, for unit normal input and weight."""
+        return math.prod(self.weight[1:]) ** 0.5
+
     def tensors(self, device: str) -> list[Any]:
         dtype = common.DTYPES[self.dtype]
         shapes = (self.shape, self.weight)
-        return [*(torch.randn(s, device=device).to(dtype) for s in shapes), None]
+        tensors = [torch.randn(s, device=device).to(dtype) for s in shapes]
+        if not self.bias:
+            return [*tensors, None]
+        return [*tensors, (torch.randn(self.weight[0], device=device) * self.scale).to(dtype)]
 
     def call(self, tensors: list[Any], real: bool = True) -> Call:
         return Call.of(CATALOGUE[self.op], tensors, self.params, real=real)
@@ -113,102 +127,27 @@ def read_rows(only: str) -> list[Row]:
     return common.chosen(rows, only)
 
 
-Shape = tuple[int, int, int, int]  # channels, pixels, products, warps
-SMALL: list[Shape] = [(64, 64, 64, 4), (64, 32, 64, 4), (64, 128, 64, 4), (128, 64, 64, 4)]
-LARGE: list[Shape] = [(128, 128, 64, 4), (128, 128, 64, 8), (128, 256, 64, 8), (256, 128, 64, 8)]
-
-
-def fitting(g: Geometry, shapes: list[Shape]) -> list[Shape]:
-    """Those that leave no block of channels or pixels without work."""
-    least_m = max(conv_plan.power_of_two(g.group_outs), 16)
-    least_n = max(conv_plan.power_of_two(g.pixels), 32)
-    return [s for s in shapes if s[0] <= least_m and s[1] <= least_n]
-
-
-def splits(g: Geometry, m: int, n: int, steps: int) -> list[int]:
-    """No split where that fills half the GPU, and those nearest to one and two programs a
-    multiprocessor.
-    """
-    tiles = g.batch * -(-g.pixels // n) * -(-g.group_outs // m)
-    most = max(min(steps // 2, 8), 1)
-    near = {min(max(round(programs / tiles), 1), most) for programs in (132, 264)}
-    return sorted(near | {1} if tiles >= 40 else near)
-
-
-def pointwise(g: Geometry) -> Iterator[Tiling]:
-    for m, n, k, w in fitting(g, [*SMALL, *LARGE[:2], (32, 64, 64, 4), (128, 32, 64, 4)]):
-        for split in splits(g, m, n, g.of_group // k):
-            for stages in (2, 4) if g.of_group // k // split > 2 else (3,):
-                yield Tiling("pointwise", m, n, k, w, stages, split, static=True)
-            if g.of_group % 128 == 0 and g.of_group // 128 >= split and m * n <= 8192:
-                yield Tiling("pointwise", m, n, 128, w, 2, split, static=True)
-
-
-def packed(g: Geometry) -> Iterator[Tiling]:
-    heavy = g.terms * g.pixels * g.group_outs > 2**31
-    tall = [(64, 256, 64, 4), (64, 256, 64, 8)] if heavy else []
-    for m, n, k, w in fitting(g, LARGE + SMALL[2:] + tall if heavy else SMALL + LARGE[:2]):
-        k = min(k, conv_plan.power_of_two(g.of_group))
-        steps = g.taps * -(-g.of_group // k)
-        for split in splits(g, m, n, steps):
-            for stages in (3, 4) if heavy else (4,):
-                if (m + n) * k * 2 * stages <= 220 * 1024:
-                    yield Tiling("packed", m, n, k, w, stages, split, static=True)
-
-
-def gather(g: Geometry) -> Iterator[Tiling]:
-    if g.groups > 1:
-        shapes = [(16, 64, 32, 2), (16, 128, 32, 4), (16, 64, 64, 2), (16, 64, 64, 4),
-                  (16, 128, 64, 4), (16, 32, 64, 1), (16, 32, 64, 2)]  # fmt: skip
-        shapes = [s for s in shapes if s[2] >= min(g.terms, 64)]
-    elif g.of_group < 16:
-        most_k = min(max(conv_plan.power_of_two(g.terms), 16), 64)
-        blocks = [(64, 64, 4), (64, 32, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (32, 128, 4),
-                  (32, 256, 4), (64, 256, 8), (32, 64, 4), (32, 32, 2), (32, 256, 8)]  # fmt: skip
-        ks = sorted({most_k, min(most_k, 32), 16})
-        shapes = fitting(g, [(m, n, k, w) for (m, n, w), k in itertools.product(blocks, ks)])
-    else:
-        shapes = fitting(g, [(64, 64, 32, 4), (64, 64, 64, 4), (64, 32, 64, 4), (64, 128, 32, 8),
-                             (128, 64, 32, 8)])  # fmt: skip
-    for m, n, k, w in shapes:
-        steps = -(-g.terms // k)
-        for split in splits(g, m, n, steps) if steps > 4 else (1,):
-            if steps > split:
-                yield Tiling("gather", m, n, k, w, 2, split, static=True, ahead=True)
-            if g.of_group < 16 or k == 64:
-                yield Tiling("gather", m, n, k, w, 2, split, static=True)
-
-
-def channelwise(g: Geometry) -> Iterator[Tiling]:
-    for m, n, w in [(1, 128, 2), (1, 128, 4), (1, 256, 4), (1, 256, 8), (1, 512, 4), (1, 64, 2),
-                    (1, 64, 1), (1, 32, 1), (2, 64, 2)]:  # fmt: skip
-        yield Tiling("channelwise", m, n, num_warps=w, static=True)
-
-
-def candidates(row: Row) -> list[Tiling]:
-    """What the rule says first, then what may be better."""
+def candidates(row: Row, again: bool) -> list[Tiling | PatchTiling]:
+    """Of the first run; or again: the table's, the rule's and those of conv_second.py."""
     g = row.geometry()
-    first = conv_plan.rule(g)
-    found = [first, replace(first, static=True)]
-    if g.pointwise:
-        found += pointwise(g)
-    elif g.of_group == 1 and g.groups > 1:
-        found += channelwise(g)
-    else:
-        if g.groups == 1 and g.of_group >= 16:
-            found += packed(g)
-        if g.terms * g.pixels * g.group_outs < 2**31:
-            found += gather(g)
-    return list(dict.fromkeys(t for t in found if conv_plan.can_use(g, t)))
+    if not again:
+        return [*first_run(g)]
+    known = tilings.tuned(g, False)
+    found = [*([known[0]] if known else []), tilings.rule(g), *second(row.label)]
+    return [t for t in dict.fromkeys(found) if fits(g, t)]
 
 
-def use(tiling: Tiling) -> None:
+def fits(g: Geometry, t: Tiling | PatchTiling) -> bool:
+    return patch.can_use(g, t) if isinstance(t, PatchTiling) else tilings.can_use(g, t)
+
+
+def use(tiling: Tiling | PatchTiling) -> None:
     """Make every plan use this tiling."""
-    conv_plan.tuned = lambda g: (tiling, "probe")
+    vars(conv_plan)["tuned"] = lambda g, patches: (tiling, "probe")
 
 
-def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
-    """Compile one candidate into Triton's cache on disk."""
+def warm(task: tuple[Row, Tiling | PatchTiling]) -> dict[str, Any]:
+    """Compile one candidate into Triton's cache on disk, or that of CUDA sources."""
     from opkiln_conv.launch import KERNELS, PACK_OPTIONS, options_of
     from opkiln_conv.packed import pack_kernel
 
@@ -216,6 +155,8 @@ def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
     use(tiling)
     dtype = common.DTYPES[row.dtype]
     plan = conv_plan.plan_for(row.call(row.tensors("meta"), real=False))
+    if isinstance(plan, patch.PatchPlan) or isinstance(tiling, PatchTiling):
+        return warm_patch(plan)
     if plan.pack is not None:
         fixed = (*plan.pack.arguments, *plan.pack.constexprs.values())
         tensors = (dtype, dtype, dtype if plan.pack.x else None, dtype if plan.pack.w else None)
@@ -231,6 +172,16 @@ def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
     )
 
 
+def warm_patch(plan: Any) -> dict[str, Any]:
+    from opkiln.device import cuda
+
+    try:
+        cuda.compile_cubin(source("patch"), "sm_90a", plan.macros)
+    except Exception as error:  # a tiling that does not compile is a finding, not a failure
+        return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
+    return {"spills": 0}  # none of them has any: read offline
+
+
 def fault(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     """What is wrong with an output, relative to its scale: sums of many products cancel."""
     scale = want.square().mean().sqrt()
@@ -239,17 +190,19 @@ def fault(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     return f"{wrong} of {close.numel()} elements wrong" if wrong else ""
 
 
-def measure(row: Row, resources: dict[Tiling, Any], flush: torch.Tensor) -> dict[str, Any]:
+def measure(
+    row: Row, resources: dict[Tiling | PatchTiling, Any], flush: torch.Tensor
+) -> dict[str, Any]:
     """Every candidate of one row, beside torch with cuDNN's own search."""
     from opkiln_conv.launch import prepare
 
     torch.manual_seed(0)
     tensors = row.tensors("cuda")
-    x, w, _ = tensors
     spec, params = CATALOGUE[row.op], row.params
-    want = spec.reference(x.float(), w.float(), None, **params).float()
+    wide = [None if t is None else t.float() for t in tensors]
+    want = spec.reference(*wide, **params).float()
 
-    def build(tiling: Tiling) -> Any:
+    def build(tiling: Tiling | PatchTiling) -> Any:
         use(tiling)
         launch = prepare(row.call(tensors))
         return lambda: launch(*tensors)
@@ -269,13 +222,17 @@ def measure(row: Row, resources: dict[Tiling, Any], flush: torch.Tensor) -> dict
     return found
 
 
-def changed(tiling: Tiling) -> dict[str, Any]:
+def changed(tiling: Tiling | PatchTiling) -> dict[str, Any]:
     """The fields of a tiling that are not at their default."""
+    if isinstance(tiling, PatchTiling):
+        return {"variant": "patch"} | dataclasses.asdict(tiling)
     default = dataclasses.asdict(Tiling("", 0, 0))
     return {k: v for k, v in dataclasses.asdict(tiling).items() if v != default[k]}
 
 
-def shown(t: Tiling, known: dict[str, Any]) -> str:
+def shown(t: Tiling | PatchTiling, known: dict[str, Any]) -> str:
+    if isinstance(t, PatchTiling):
+        return "patch " + " ".join(map(str, dataclasses.astuple(t)))
     flags = f"{' split ' + str(t.split) if t.split > 1 else ''}{' ahead' if t.ahead else ''}"
     return (
         f"{t.variant} {t.block_m}x{t.block_n}x{t.block_k} w{t.num_warps} s{t.stages}{flags}"
@@ -284,21 +241,33 @@ def shown(t: Tiling, known: dict[str, Any]) -> str:
 
 
 def write_tuning(results: pathlib.Path) -> None:
-    """For each geometry: the fastest tiling that does not spill."""
+    """For each geometry measured: the fastest Triton tiling that does not spill, and of patches the
+    fastest where it beats that one.
+    """
     data = json.loads(results.read_text("utf-8"))
-    entries = []
+    table = json.loads(TUNING.read_text("utf-8"))
+    entries = {e["label"]: e for e in table["rows"]}
+    measured: dict[Row, list[Any]] = {}
     for r in data["results"]:
-        row = Row(**{f.name: tuplify(r[f.name]) for f in dataclasses.fields(Row)})
+        row = Row(**{f.name: tuplify(r[f.name]) for f in dataclasses.fields(Row) if f.name in r})
         timed = [c for c in r["candidates"] if "us" in c and not c["spills"]]
-        best = min(timed, key=lambda c: c["us"])
-        figures = {row.dtype: round(best["us"], 3)}
-        measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": figures}
-        entries.append(
-            conv_plan.key_of(row.geometry())
-            | {"label": row.label, "use": best["use"], "measured": measured}
-        )
-    table = json.loads(TUNING.read_text("utf-8")) | {"rows": entries}
-    common.write_json(TUNING, table)
+        measured.setdefault(row, []).extend(timed)
+    figure = {k: data[k] for k in ("gpu", "date", "commit")}
+    for row, timed in measured.items():
+        if row.bias:
+            continue
+        patches = [c for c in timed if c["use"]["variant"] == "patch"]
+        best = min((c for c in timed if c not in patches), key=lambda c: c["us"])
+        us = {row.dtype: round(best["us"], 3)}
+        entry = tilings.key_of(row.geometry()) | {"label": row.label, "use": best["use"]}
+        entry |= {"measured": figure | {"us": us}}
+        least = min(patches, key=lambda c: c["us"], default=best)
+        if least["us"] < best["us"]:
+            tiling = {k: v for k, v in least["use"].items() if k != "variant"}
+            us = {row.dtype: round(least["us"], 3)}
+            entry |= {"patch": tiling, "patch_measured": figure | {"us": us}}
+        entries[row.label] = entry
+    common.write_json(TUNING, table | {"rows": list(entries.values())})
     print(f"wrote {len(entries)} rows to {TUNING.relative_to(common.ROOT)}")
 
 
@@ -310,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains this")
+    parser.add_argument("--second", action="store_true", help="the candidates of conv_second.py")
     parser.add_argument("--budget", type=float, default=150, help="seconds, compiling included")
     parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS")
     options = parser.parse_args()
@@ -318,17 +288,27 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     rows = read_rows(options.only)
     start = time.time()
-    tasks = [(row, t) for row in rows for t in candidates(row)]
+    tasks = [(row, t) for row in rows for t in candidates(row, options.second)]
+    for row in rows if options.second else []:  # a patch with the other dtype and bias
+        other = dataclasses.replace(row, dtype="bf16", bias=True, label=f"{row.label}-bias")
+        tasks += [(other, t) for r, t in tasks if r == row and isinstance(t, PatchTiling)][:1]
     resources = common.warm_all(warm, tasks)
     print(f"{len(tasks)} candidates compiled in {time.time() - start:.0f} s", flush=True)
     flush = common.flush_buffer()
     results = common.Results(options.out / "conv.json")
-    for row in rows:
+    # Patches come last, each row's with its first tiling: a crash of one loses no other's results.
+    for patches, row in itertools.product((False, True), dict.fromkeys(r for r, _ in tasks)):
+        own = {t: found for (r, t), found in resources.items() if r == row}
+        kept = [t for t in own if isinstance(t, PatchTiling) == patches]
+        if patches and kept:
+            kept = list(dict.fromkeys([next(iter(own)), *kept]))
+        if not kept:
+            continue
         if time.time() - start > options.budget:
             print(f"out of time before {row.label}")
             break
-        own = {t: found for (r, t), found in resources.items() if r == row}
-        results.add(dataclasses.asdict(row) | {"op": row.op}, measure(row, own, flush))
+        found = measure(row, {t: own[t] for t in kept}, flush)
+        results.add(dataclasses.asdict(row) | {"op": row.op}, found)
         torch.cuda.empty_cache()
     print(f"{time.time() - start:.0f} s")
     results.show()

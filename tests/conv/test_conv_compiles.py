@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-WGMMA = ("packed", "pointwise", "gather-static", "gather-few")  # cases that start so, but for pack
+WGMMA = ("packed", "pointwise", "gather-static")  # cases that start so, but for pack
+MMA = ("gather-few", "gather-one")  # tiles of less than 64 channels
 COPIES = ("packed", "pointwise")  # whose loads are asynchronous copies of 16 bytes
 
 
@@ -31,6 +32,9 @@ def faults(case: str, report: dict[str, Any]) -> list[str]:
     found += [code for code in codes if code.split(".")[0] in ("LDL", "STL")]
     if case.startswith(WGMMA) and not any(code.startswith("HGMMA") for code in codes):
         found.append("no HGMMA")
+    if case.startswith(MMA) and not any(code.startswith("HMMA") for code in codes):
+        found.append("no HMMA")
+    found += [code for code in codes if "16x2" in code]  # see tilings.opaque
     if case.startswith(COPIES):
         copies = [code for code in codes if code.startswith("LDGSTS")]
         found += [f"narrow {code}" for code in copies if ".128" not in code]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_conv import conv_plan
-from opkiln_conv.conv_plan import ConvPlan, Tiling, plan_for
+from opkiln_conv import conv_plan, tilings
+from opkiln_conv.conv_plan import ConvPlan, plan_for
 from opkiln_conv.geometry import geometry_of
 from opkiln_conv.launch import KERNELS, prepare
 from opkiln_conv.plugin import supports
+from opkiln_conv.tilings import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -37,7 +38,7 @@ def use_tiling(monkeypatch):
     """Make every plan use a tiling."""
 
     def put(tiling: Tiling) -> None:
-        monkeypatch.setattr(conv_plan, "tuned", lambda g: (tiling, "test"))
+        monkeypatch.setattr(conv_plan, "tuned", lambda g, patches: (tiling, "test"))
 
     return put
 
@@ -151,6 +152,34 @@ def test_channelwise(case, static, use_tiling):
     assert plan.constexprs["UNROLL"] is unrolled
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 136), (2, 3, 4, 16), (3, 2, 5, 4)], ids=str)
+def test_gather_in_one_image_or_several(shape, use_tiling):
+    """Tiles of 16 pixels: 8 or more of them, whole ones of each image, or shared by images."""
+    n = len(shape) - 2
+    use_tiling(tiling("gather", 16, 16, 16, static=True))
+    plan = run(random(*shape), random(4, shape[1], *[3] * n), window(n, p=1))
+    assert plan.constexprs["EACH"] == (n == 1 or shape[-1] == 16)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_one_dim_of_many_outputs(static, use_tiling):
+    """An odd pitch and more than eight tiles an image: their places are known to be neighbours."""
+    use_tiling(tiling("gather", 16, 16, 16, static=static))
+    plan = run(random(2, 1, 400), random(4, 1, 5), window(1, s=3))
+    assert plan.constexprs["EACH"]
+    assert plan.constexprs["FLAT"]
+
+
+@pytest.mark.parametrize(("m", "n", "warps", "split", "hidden"), [
+    (16, 64, 4, 1, True), (16, 32, 2, 1, True), (16, 64, 2, 1, False), (16, 64, 4, 2, False),
+])  # fmt: skip
+def test_warps_along_the_products_hide_their_numbers(m, n, warps, split, hidden, use_tiling):
+    """The first two were wrong on the H200: see tilings.opaque."""
+    use_tiling(Tiling("gather", m, n, 64, num_warps=warps, stages=2, split=split, static=True))
+    plan = run(random(1, 8, 9, 9), random(32, 4, 3, 3), window(2, p=1, g=2))
+    assert plan.constexprs["OPAQUE"] == hidden
+
+
 LAYOUTS = {  # id: (input, weight, groups, variant of the rule)
     "channels-last": (lambda: last(random(2, 32, 5, 5)), lambda: last(random(8, 32, 3, 3)), 1,
                       "packed"),
@@ -257,17 +286,17 @@ def test_rule(case):
     shape, weight, how, variant = case
     tensors = [torch.empty(s, dtype=F16, device="meta") for s in (shape, weight)]
     call = Call.of(CATALOGUE["conv2d"], [*tensors, None], window(2, **how), real=False)
-    found = conv_plan.rule(geometry_of(call))
+    found = tilings.rule(geometry_of(call))
     assert found.variant == variant
-    assert conv_plan.can_use(geometry_of(call), found)
+    assert tilings.can_use(geometry_of(call), found)
 
 
 def test_table_is_found_by_geometry_alone(monkeypatch):
     x, w = random(2, 4, 6, 6), random(4, 4, 3, 3)
     call = Call.of(CATALOGUE["conv2d"], [x, w, None], window(2))
     use = {"variant": "gather", "block_m": 16, "block_n": 16, "block_k": 32, "static": True}
-    row = conv_plan.key_of(geometry_of(call)) | {"label": "row", "use": use}
-    monkeypatch.setattr(conv_plan, "tuning_rows", lambda: (row,))
+    row = tilings.key_of(geometry_of(call)) | {"label": "row", "use": use}
+    monkeypatch.setattr(tilings, "tuning_rows", lambda: (row,))
     assert plan_for(call).source == "row"
     one = Call.of(CATALOGUE["conv2d"], [x[:1], w, None], window(2))
     assert plan_for(one).source == "row"
@@ -279,7 +308,8 @@ def test_table_is_found_by_geometry_alone(monkeypatch):
 REFUSED = {  # id: (input, words of the refusal)
     "f64": (lambda: torch.empty(1, 4, 6, 6, dtype=torch.float64, device=DEVICE), "float64"),
     "meta-device": (lambda: torch.empty(1, 4, 6, 6, device="meta"), "meta"),
-    "pixels": (lambda: torch.empty(1, device=DEVICE).expand(2**20, 4, 64, 64), "32-bit index"),
+    "large-f32": (lambda: torch.empty(1, device=DEVICE).expand(1, 4, 1000, 1000), "cuDNN"),
+    "pixels": (lambda: random(1).expand(2**20, 4, 64, 64), "32-bit index"),
 }  # fmt: skip
 
 

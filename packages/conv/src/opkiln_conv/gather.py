@@ -2,13 +2,14 @@
 
 out[n, o, p] = bias[o] + sum over k of w[o, k] * x[n, under tap k of p], with k over (channel, tap),
 taps innermost, or with CHANNELS_INNER over (tap, channel). A program computes BLOCK_M channels of
-a group x BLOCK_N pixels, which may lie in two images, and of its products the share of a part.
+a group x BLOCK_N pixels, and of its products the share of a part. Small images share tiles (EACH is
+False): then nothing says that pixels are neighbours in memory where a row's pitch is odd.
 """
 
 import triton
 import triton.language as tl
 
-from opkiln_conv.tiles import combine, first_inputs, inside, locate, multiply, store
+from opkiln_conv.tiles import aligned, combine, first_inputs, inside, locate, multiply, store
 
 
 @triton.jit
@@ -41,8 +42,10 @@ def load_w(w_ptrs, k, terms, mask_m, of_group, strides, W_DENSE: tl.constexpr,
 @triton.jit
 def load_x(x_ptrs, at, k, terms, mask_n, of_group, sizes, strides, CHECK: tl.constexpr,
            KERNEL: tl.constexpr, DILATION: tl.constexpr, INNER: tl.constexpr,
-           WIDE: tl.constexpr):  # fmt: skip
+           OPAQUE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """[K, N] inputs of products k of the pixels whose first tap is `at`."""
+    if OPAQUE:
+        k += tl.program_id(1)  # 0, which the compiler does not know
     channel, _, tap = split(k, of_group, KERNEL, DILATION, INNER)
     if WIDE:
         channel = channel.to(tl.int64)
@@ -62,10 +65,12 @@ def gather_kernel(
     SHAPE: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     DILATION: tl.constexpr, CHECK: tl.constexpr, INNER: tl.constexpr, W_DENSE: tl.constexpr,
     WIDE: tl.constexpr, F32: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, UNIT: tl.constexpr, EACH: tl.constexpr, FLAT: tl.constexpr,
+    OPAQUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (pixel tiles * groups * channel tiles * SPLIT). dims: (of_group, group_outs). SHAPE: the
-    six tuples, where compiled in. AHEAD: load a step's operands during the step before.
+    six tuples, where compiled in. AHEAD: load a step's operands during the step before. UNIT: see
+    aligned. EACH: tiles lie in one image. FLAT: outputs have one dim. OPAQUE: see tilings.
     """
     if SHAPE is not None:
         dims, sizes, outs = SHAPE[0], SHAPE[1], SHAPE[2]
@@ -75,14 +80,27 @@ def gather_kernel(
     tiles_m = tl.cdiv(group_outs, BLOCK_M)
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
-    # A product, so that the compiler knows what it is divisible by whatever the batch.
-    pixels = images * (outs[0] * outs[1] * outs[2])
-    tiles_n = tl.cdiv(pixels, BLOCK_N)
+    pixels, out_strides = aligned(outs[0] * outs[1] * outs[2], out_strides, UNIT)
+    if EACH:
+        tiles_n = tl.cdiv(pixels, BLOCK_N) * images
+    else:
+        # A product, so that the compiler knows what it is divisible by whatever the batch.
+        pixels = images * pixels
+        tiles_n = tl.cdiv(pixels, BLOCK_N)
     group = tile // (tiles_m * tiles_n)
     offs_m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    pixel = tile // tiles_m % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tile // tiles_m % tiles_n
+    if EACH:
+        n = block // tl.cdiv(pixels, BLOCK_N)
+        pixel = block % tl.cdiv(pixels, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if FLAT:
+            at = (pixel * 0, pixel * 0, pixel)
+        else:
+            _, at = locate(pixel, outs)
+    else:
+        pixel = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        n, at = locate(pixel, outs)
     mask_m, mask_n = offs_m < group_outs, pixel < pixels
-    n, at = locate(pixel, outs)
     first = first_inputs(at, STRIDE, PADDING)
     channel = group * group_outs + offs_m
     if WIDE:
@@ -98,13 +116,13 @@ def gather_kernel(
     if AHEAD:
         w = load_w(w_ptrs, k, terms, mask_m, of_group, w_strides, W_DENSE, KERNEL, DILATION, INNER)
         x = load_x(x_ptrs, first, k, terms, mask_n, of_group, sizes, x_strides, CHECK, KERNEL,
-                   DILATION, INNER, WIDE)  # fmt: skip
+                   DILATION, INNER, OPAQUE, WIDE)  # fmt: skip
         for _ in tl.range(begin, end, num_stages=1):
             k += BLOCK_K
             next_w = load_w(w_ptrs, k, terms, mask_m, of_group, w_strides, W_DENSE, KERNEL,
                             DILATION, INNER)  # fmt: skip
             next_x = load_x(x_ptrs, first, k, terms, mask_n, of_group, sizes, x_strides, CHECK,
-                            KERNEL, DILATION, INNER, WIDE)  # fmt: skip
+                            KERNEL, DILATION, INNER, OPAQUE, WIDE)  # fmt: skip
             acc = multiply(w, x, acc, F32, PRECISION)
             w, x = next_w, next_x
     else:
@@ -112,11 +130,12 @@ def gather_kernel(
             w = load_w(w_ptrs, k, terms, mask_m, of_group, w_strides, W_DENSE, KERNEL, DILATION,
                        INNER)  # fmt: skip
             x = load_x(x_ptrs, first, k, terms, mask_n, of_group, sizes, x_strides, CHECK, KERNEL,
-                       DILATION, INNER, WIDE)  # fmt: skip
+                       DILATION, INNER, OPAQUE, WIDE)  # fmt: skip
             acc = multiply(w, x, acc, F32, PRECISION)
             k += BLOCK_K
 
-    pixel -= n * (outs[0] * outs[1] * outs[2])
+    if not EACH:
+        pixel -= n * (outs[0] * outs[1] * outs[2])
     if SPLIT == 1:
         store(acc, out_ptr, bias_ptr, n, channel, mask_m, pixel, mask_n, out_strides, stride_b)
     else:

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from opkiln_conv import patch
 from opkiln_conv.channelwise import channelwise_kernel
 from opkiln_conv.conv_plan import ConvPlan, Pack, plan_for
 from opkiln_conv.gather import gather_kernel
 from opkiln_conv.packed import pack_kernel, packed_kernel
+from opkiln_conv.patch import PatchPlan
 from opkiln_conv.pointwise import pointwise_kernel
 
 KERNELS = {
@@ -88,6 +90,8 @@ def prepare(call: Any) -> Callable[..., torch.Tensor]:
     if meta.numel == 0:
         return lambda x, w, bias: meta.empty()
     plan = plan_for(call)
+    if isinstance(plan, PatchPlan):
+        return patch.prepare(call, plan)
     fixed = (*plan.arguments, *plan.constexprs.values())
     run = launcher(KERNELS[plan.tiling.variant], plan.grid, fixed, options_of(plan))
     pack = None if plan.pack is None else packer(plan.pack, meta.dtype, call.device)

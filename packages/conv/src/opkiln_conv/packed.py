@@ -11,7 +11,7 @@ pitches and strides are counted in units of ALIGN elements, so that rows are kno
 import triton
 import triton.language as tl
 
-from opkiln_conv.tiles import combine, first_inputs, inside, locate, multiply, store
+from opkiln_conv.tiles import aligned, combine, first_inputs, inside, locate, multiply, store
 
 
 @triton.jit
@@ -74,18 +74,19 @@ def packed_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, ws_ptr, counters_ptr,
     channels, c_blocks, sizes, outs, x_units, w_units, out_strides, stride_b,
     SHAPE: tl.constexpr, ALIGN: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
-    PADDING: tl.constexpr, DILATION: tl.constexpr, CHECK: tl.constexpr, WIDE: tl.constexpr,
-    F32: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PADDING: tl.constexpr, DILATION: tl.constexpr, CHECK: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, F32: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (images * pixel tiles * channel tiles * SPLIT); a tile lies in one image. c_blocks:
     steps of BLOCK_K input channels. x_units: strides of x over (n, d, h, w); w_units: of w over
-    outputs and taps. SHAPE: the seven arguments from channels on, where compiled in.
+    outputs and taps. SHAPE: the seven arguments from channels on, where compiled in. UNIT: see
+    aligned.
     """
     if SHAPE is not None:
         channels, c_blocks, sizes = SHAPE[0], SHAPE[1], SHAPE[2]
         outs, x_units, w_units, out_strides = SHAPE[3], SHAPE[4], SHAPE[5], SHAPE[6]
-    pixels = outs[0] * outs[1] * outs[2]
+    pixels, out_strides = aligned(outs[0] * outs[1] * outs[2], out_strides, UNIT)
     tiles_m, tiles_n = tl.cdiv(channels, BLOCK_M), tl.cdiv(pixels, BLOCK_N)
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT

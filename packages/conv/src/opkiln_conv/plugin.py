@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 from importlib import metadata
 from typing import Any
@@ -15,6 +16,8 @@ OPKILN_API = 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRAITS = frozenset({"deterministic", "batch_invariant"})
 CONVS = ("conv1d", "conv2d", "conv3d")
+# Products of an image in IEEE float32 (no matrix units) from which cuDNN is expected to win.
+F32_PRODUCTS = 2**25
 INDEX_LIMIT = 2**31 - 2**24  # of a 32-bit index whose tile reaches past the end
 
 
@@ -40,6 +43,10 @@ def supports(call: Call) -> Refusal | None:
     pixels = out.numel // out.shape[-n - 1]
     if pixels > INDEX_LIMIT:
         return Refusal(f"{pixels} outputs a channel do not fit its 32-bit index")
+    images = x.shape[0] if x.ndim == n + 2 else 1
+    products = out.numel // max(images, 1) * math.prod(call.tensors.weight.shape[1:])
+    if x.dtype == torch.float32 and not call.params.allow_tf32 and products > F32_PRODUCTS:
+        return Refusal(f"{products} products an image in IEEE float32 are left to cuDNN")
     return device_refusal(call.device)
 
 

@@ -16,6 +16,17 @@ def locate(pixel, outs):
 
 
 @triton.jit
+def aligned(pixels, strides, UNIT: tl.constexpr):
+    """pixels and strides of the output, known to be multiples of UNIT with pixels as neighbours, so
+    that stores are as wide as they may be; UNIT 0: as they come.
+    """
+    if UNIT:
+        pixels = pixels // UNIT * UNIT
+        strides = (strides[0] // UNIT * UNIT, strides[1] // UNIT * UNIT, 1)
+    return pixels, strides
+
+
+@triton.jit
 def first_inputs(at, STRIDE: tl.constexpr, PADDING: tl.constexpr):
     """Coordinates under the first tap; in the padding if negative."""
     return (
