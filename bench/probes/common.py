@@ -24,7 +24,13 @@ ITERATIONS = 25
 sys.path.insert(0, str(ROOT / "bench/src"))
 
 from opkiln_bench.timing import MeasureError  # noqa: E402
-from opkiln_bench.timing.cupti import ATTEMPTS, MARKER, mark, recorded  # noqa: E402
+from opkiln_bench.timing.cupti import (  # noqa: E402
+    ATTEMPTS,
+    MARKER,
+    forget_kept_lines,
+    mark,
+    recorded,
+)
 from opkiln_bench.timing.intervals import Activity, Span, attribute  # noqa: E402
 
 
@@ -47,6 +53,7 @@ def kernel_times_us(
         activities: list[Activity] = []
         with recorded(activities):
             for index in order:
+                forget_kept_lines()
                 flush.zero_()
                 mark()
                 calls[index]()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.timing import MeasureError, Samples
 
@@ -51,6 +54,41 @@ def test_memset_and_memcpy_count(measure: Any, x: torch.Tensor) -> None:
     assert kernels_of(found) == 2
     alone = measure(lambda: y.copy_(x))
     assert sum(found.all_us) > 1.2 * sum(alone.all_us)
+
+
+@triton.jit
+def read_all(x_ptr, y_ptr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(x_ptr + offs, eviction_policy=EVICT))
+    tl.store(y_ptr + tl.program_id(0), total)
+
+
+def test_the_flush_reaches_lines_that_loads_kept(x: torch.Tensor) -> None:
+    """Reading again after `evict_last` reads takes as long as reading what nobody has read."""
+    from opkiln_bench.timing.cupti import MARKER, L2Flush, mark, recorded
+    from opkiln_bench.timing.intervals import Activity, Span, attribute
+
+    first, other = x[:MIB], x[MIB : 2 * MIB]  # 4 MiB each
+    y = torch.empty(MIB // 4096, device="cuda")
+    flush = L2Flush(torch.device("cuda", 0), 2.0)
+
+    def read(t: torch.Tensor, evict: str) -> None:
+        read_all[(MIB // 4096,)](t, y, BLOCK=4096, EVICT=evict)
+
+    for evict in ("", "evict_last"):
+        read(first, evict)
+    activities: list[Activity] = []
+    with recorded(activities):
+        for again in (first, other) * 20:
+            read(first, "evict_last")
+            flush()
+            mark()
+            read(again, "")
+            mark()
+    spans = attribute(activities, MARKER, 40)
+    times = [s.busy_ns for s in spans if isinstance(s, Span)]
+    kept, cold = statistics.median(times[::2]), statistics.median(times[1::2])
+    assert kept > 0.93 * cold  # 0.71 where the flush only zeroes
 
 
 def test_a_call_that_launches_nothing_is_an_error(measure: Any) -> None:

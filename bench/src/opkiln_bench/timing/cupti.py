@@ -5,6 +5,8 @@ One profiler session a row: starting one costs about as much as a hundred small 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,14 +29,32 @@ def mark() -> None:
     torch.cuda._sleep(1)
 
 
+@functools.cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def forget_kept_lines() -> None:
+    """Make L2 lines that loads with `evict_last` left (Inductor's do) ordinary.
+
+    They survive zeroing: on an H200 a kernel that reads 4 MB again took 2.3 us after zeroing alone
+    and 3.2 us cold. The driver acts at once, not in stream order, hence the synchronization.
+    """
+    torch.cuda.synchronize()
+    status = driver().cuCtxResetPersistingL2Cache()
+    if status:
+        raise MeasureError(f"cuCtxResetPersistingL2Cache: CUDA error {status}")
+
+
 class L2Flush:
-    """Zeroes `factor` times the L2's size, so that a call finds none of its inputs there."""
+    """Leaves nothing of a call's inputs in L2: kept lines first, then `factor` times its size."""
 
     def __init__(self, device: torch.device, factor: float) -> None:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.buffer = torch.empty(int(factor * l2_bytes), dtype=torch.uint8, device=device)
 
     def __call__(self) -> None:
+        forget_kept_lines()
         self.buffer.zero_()
 
 
