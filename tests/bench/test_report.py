@@ -98,9 +98,11 @@ def test_the_summary_goes_between_the_markers_of_a_readme(
     assert commands.main(arguments) == 0
     page = readme.read_text()
     total = "2 rows: 2 ahead, 0 level, 0 behind; geometric mean 1.21×"
-    assert page.startswith(f"# top\n<!-- table:begin -->\n{total}\n\n| op | rows |")
+    assert page.startswith(f"# top\n<!-- table:begin -->\n{total}\n\n| family | rows |")
     assert page.endswith("<!-- table:end -->\nbottom\n") and "old" not in page
-    assert "| RMSNormFwd | 2 |" in page and "2026-11-30, abc" in page
+    assert "| Normalization | 2 |" in page and "2026-11-30, abc" in page
+    folded = page.partition("<details>")[2]
+    assert "| RMSNormFwd | 2 |" in folded and "Normalization" not in folded
 
 
 def test_the_summary_names_who_was_timed(make_row: Make, make_run: Make, tmp_path: Path) -> None:

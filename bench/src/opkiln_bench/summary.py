@@ -1,50 +1,61 @@
-"""A README's table: a line an op, put between two markers by `report --readme`."""
+"""A README's tables, by family and by op, put between two markers by `report --readme`."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opkiln_bench.analysis import Result
+from opkiln_bench.pages import FAMILIES, by_family
 from opkiln_bench.verdict import Ratio
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 
 
 def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Sequence[str]) -> str:
-    """The total; per op: rows with a ratio, verdicts, geometric mean; then the ops without."""
-    by_op: dict[str, list[Result]] = {}
-    for row in rows:
-        by_op.setdefault(row.record["op"], []).append(row)
-    lines = [
-        total([r.ratio for r in rows if r.ratio is not None]),
-        "",
-        "| op | rows | ahead | level | behind | geometric mean | against |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    without = []
-    for op, found in sorted(by_op.items()):
-        ratios = [r.ratio for r in found if r.ratio is not None]
-        if not ratios:
-            without.append(op)
-            continue
-        cells = [
-            op,
-            str(len(ratios)),
-            *map(str, counts(ratios)),
-            f"{geometric_mean(ratios):.2f}×",
-            against(found),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    """The total, a table by family and, folded, one by op; then the ops that have no ratio."""
+    families = by_family(rows)
+    by_name = {
+        FAMILIES.get(family, family): [r for found in ops.values() for r in found]
+        for family, ops in families.items()
+    }
+    ops = {op: found for by_op in families.values() for op, found in by_op.items()}
     dirty = {c: "-dirty" if c.endswith("-dirty") else "" for c in commits}
     short = ", ".join(sorted({c[:12] + mark for c, mark in dirty.items()}))
     days = ", ".join(sorted({d[:10] for d in dates}))
-    lines += ["", f"Fastest other implementation's device time over ours, {gpu}, {days}, {short}."]
+    lines = [
+        total(ratios_of(rows)),
+        "",
+        *table("family", by_name),
+        "",
+        f"Fastest other implementation's device time over ours, {gpu}, {days}, {short}.",
+    ]
+    without = [op for op, found in ops.items() if not ratios_of(found)]
     if without:
         lines.append(f"No kernel of ours yet: {', '.join(without)}.")
+    lines += ["", "<details><summary>By op</summary>", "", *table("op", ops), "", "</details>"]
     return "\n".join(lines)
+
+
+def table(what: str, groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """A line a group that has a ratio: rows with one, verdicts, geometric mean, who was timed."""
+    lines = [
+        f"| {what} | rows | ahead | level | behind | geometric mean | against |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in groups.items():
+        ratios = ratios_of(rows)
+        if ratios:
+            numbers = [str(len(ratios)), *map(str, counts(ratios))]
+            cells = [name, *numbers, f"{geometric_mean(ratios):.2f}×", against(rows)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def ratios_of(rows: Sequence[Result]) -> list[Ratio]:
+    return [r.ratio for r in rows if r.ratio is not None]
 
 
 def counts(ratios: Sequence[Ratio]) -> list[int]:
