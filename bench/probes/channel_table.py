@@ -23,7 +23,9 @@ def changed(use: dict[str, Any]) -> dict[str, Any]:
 
 
 def best_of(found: list[dict[str, Any]], triton: bool) -> tuple[dict[str, Any], list[float]] | None:
-    """The candidate that is fastest over all rows of a key; a Triton one that spills is out."""
+    """Of all rows of a key, the candidate that comes closest to the goal where it is farthest from
+    it, then the fastest; a Triton one that spills is out."""
+    goals = [min((v for v in (r["bar"], r["page"]) if v), default=1.0) for r in found]
     times: dict[str, list[float]] = {}
     candidate: dict[str, dict[str, Any]] = {}
     for r in found:
@@ -34,7 +36,12 @@ def best_of(found: list[dict[str, Any]], triton: bool) -> tuple[dict[str, Any], 
     whole = {name: t for name, t in times.items() if len(t) == len(found)}
     if not whole:
         return None
-    name = min(whole, key=lambda n: sum(whole[n]))
+
+    def distance(name: str) -> tuple[float, float]:
+        times = whole[name]
+        return max(t / goal for t, goal in zip(times, goals, strict=True)), sum(times)
+
+    name = min(whole, key=distance)
     return candidate[name], whole[name]
 
 

@@ -12,6 +12,7 @@ from opkiln_norm.channel_plan import ChannelPlan, Tiling, backward_plan, forward
 from opkiln_norm.row_plan import power_of_two
 
 AnyTiling = Tiling | CudaTiling
+CLUSTER_BYTES = 32 << 10  # of a set; clusters were 18 to 34 % slower on all of less
 # threads, vectors in registers and in shared memory, channels in flight; none but those with
 # 18 and 9 in shared memory spills (NVRTC 13.0), those by 16 and 56 bytes
 FORWARD_RINGS = (
@@ -97,27 +98,22 @@ def narrow_tilings(row: Row, plan: ChannelPlan) -> list[Tiling]:
 
 
 def team_tilings(row: Row, s: Sizes) -> list[Team]:
-    """A set in registers: threads of a set and vectors of each, sets a CTA."""
+    """A set in registers: threads of a set and vectors of each. Several sets a CTA lost, except to
+    save a trip to memory for statistics averaged over the samples."""
     nbytes = next((b for b in (16, 8) if s.cols * s.itemsize % b == 0), 0)
     if not nbytes:
         return []
     vectors = s.cols * s.itemsize // nbytes * (s.samples if s.pooled else 1)
     found = []
     for warps in (1, 2, 4, 8, 16):
-        for cluster in (1, 2, 4) if s.pooled else (1,):
+        for cluster in (1, 2) if s.pooled and vectors * nbytes > CLUSTER_BYTES else (1,):
             depth = -(-vectors // (32 * warps * cluster))
             if depth > 10 or (depth == 1 and vectors < 16 * warps * cluster):
                 continue
-            if s.mode == "averaged":
-                sizes = [s.samples]
-            elif s.pooled:
-                sizes = [1]
-            else:
-                sizes = [t // warps for t in (1, 2, 4, 8, 16) if t >= warps]
-            found += [Team(nbytes, warps, teams, depth, cluster) for teams in sizes]
-    streams = [replace(t, stream=True) for t in found[: 3 if s.mode == "given" else 1]]
-    runners = [replace(t, runner=True) for t in found if t.teams == 1 and t.team_warps <= 8]
-    return [t for t in found + streams + runners if t.fits(s)]
+            teams = s.samples if s.mode == "averaged" else 1
+            found.append(Team(nbytes, warps, teams, depth, cluster))
+    streams = [replace(t, stream=True) for t in found[:2]]
+    return [t for t in found + streams if t.fits(s)]
 
 
 def cuda_tilings(row: Row) -> list[CudaTiling]:
@@ -158,11 +154,10 @@ def in_second(row: Row) -> bool:
 
 
 def focused(row: Row) -> list[AnyTiling]:
-    """The best Triton tiling so far and its like, and the CUDA ones, if not in clusters of 4."""
+    """The best Triton tiling so far and its like, and the CUDA ones."""
     channel_plan.tuning_rows = lambda: list(channel_plan.tuning_table()["rows"])
     known = triton_plan(row).tiling
-    others = [t for t in cuda_tilings(row) if getattr(t, "cluster", 1) < 4]
     similar = [
         replace(known, num_warps=n) for n in (known.num_warps // 2, 2 * known.num_warps) if n
     ]
-    return list(dict.fromkeys([known, *similar, *others]))
+    return list(dict.fromkeys([known, *similar, *cuda_tilings(row)]))

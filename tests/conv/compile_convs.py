@@ -36,6 +36,7 @@ CASES: dict[str, Case] = {  # input, weight, dtype, padding, groups, tiling (Non
     "gather-one-step": ((1, 128, 28, 28), (256, 4, 3, 3), F16, 1, 32,
                         Tiling("gather", 16, 64, 64, stages=2, static=True)),
     "gather-few-channels": ((1, 3, 112, 112), (64, 3, 3, 3), BF16, 1, 1, None),
+    "gather-few-of-groups": ((1, 128, 28, 28), (256, 4, 3, 3), F16, 1, 32, None),
     "gather-f32": ((1, 16, 56, 56), (32, 16, 3, 3), F32, 1, 1, None),
     "channelwise": ((1, 32, 56, 56), (32, 1, 3, 3), F16, 1, 32, None),
 }  # fmt: skip

@@ -127,29 +127,27 @@ def test_table_falls_back_to_triton_without_the_compiler(monkeypatch):
     assert conv_plan.plan_for(call).threads == 128
 
 
-def test_tables_patches_fit():
-    """Those of the measured table."""
-    for row in tilings.tuning_rows():
-        if "patch" in row:
-            assert set(row["patch"]) <= set(PatchTiling.__dataclass_fields__), row["label"]
+def call_of_row(row):
+    """A call of one image that the table's row serves."""
+    shape = (1, row["groups"] * row["of_group"], *row["sizes"])
+    weight = (row["groups"] * row["group_outs"], row["of_group"], *row["kernel"])
+    x, w = (torch.empty(s, dtype=F16, device="meta") for s in (shape, weight))
+    how = {k: tuple(row[k]) for k in ("stride", "dilation")}
+    how |= dict(padding=tuple(p for p in row["padding"] for _ in "ab"), groups=1, allow_tf32=False)
+    return Call.of(CATALOGUE["conv3d"], [x, w, None], how, real=False)
 
 
-COMPILED = {  # id: (input, weight, tiling, window)
-    "3x3": ((1, 64, 56, 56), (64, 64, 3, 3), (1, 56, 64, 1, 1, 1, 8, 4, 7), dict(padding=1)),
-    "1d": ((1, 80, 3000), (1280, 80, 3), (1, 256, 80, 1, 2, 4, 1, 4, 8), dict()),
-    "split": ((1, 2048, 32, 32), (256, 2048, 3, 3), (4, 32, 16, 8, 2, 4, 1, 4, 4),
-              dict(padding=12, dilation=12)),
-}  # fmt: skip
+TABLE = {row["label"]: row for row in tilings.tuning_rows() if "patch" in row}
 
 
 @pytest.mark.skipif(not cuda.has_compiler(), reason="cuda-core is not installed")
-@pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED)
-def test_compiles_without_spills(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_tables_patches_compile_without_spills(row, tmp_path, monkeypatch):
     monkeypatch.setenv("OPKILN_CACHE", str(tmp_path / "cache"))
-    shape, weight, fields, how = case
-    x, w = (torch.empty(s, dtype=F16, device="meta") for s in (shape, weight))
-    call = call_of(x, w, None, **how, real=False)
-    plan = patch.plan_of(call, geometry_of(call), PatchTiling(*fields), "test")
+    call = call_of_row(row)
+    tiling, label = tilings.tuned(geometry_of(call), True)
+    assert (label, patch.can_use(geometry_of(call), tiling)) == (row["label"], True)
+    plan = patch.plan_of(call, geometry_of(call), tiling, label)
     path = tmp_path / "patch.cubin"
     path.write_bytes(cuda.compile_cubin(patch.source("patch"), "sm_90a", plan.macros))
     triton = pytest.importorskip("triton")

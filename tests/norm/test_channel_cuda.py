@@ -89,15 +89,9 @@ CALLS = {  # id: (call, tiling, grid, block)
         5,
         128,
     ),
-    "team-runner": (
-        lambda: train(random(3, 5, 28, 28, dtype=F16)),
-        Team(16, 2, 1, 5, runner=True),
-        5,
-        96,
-    ),
     "team-one": (
         lambda: call_of("instance_norm", random(2, 5, 32, 32, dtype=F16), *[None] * 4),
-        Team(16, 1, 1, 4),
+        Team(16, 1, 1, 4, stream=True),
         10,
         32,
     ),

@@ -16,6 +16,7 @@ from opkiln_conv.tilings import (
     power_of_two,
     rows_of_channels,
     rule,
+    slower_than_cudnn,
     tuned,
 )
 
@@ -56,6 +57,12 @@ class ConvPlan:
         """Elements of the partial sums."""
         t = self.tiling
         return self.grid * t.block_m * t.block_n if t.split > 1 else 0
+
+
+def better_in_cudnn(call: Any) -> str:
+    """Why a 16-bit convolution that the table does not name is left to cuDNN; "": it is not."""
+    g = geometry_of(call)
+    return "" if tuned(g, False) else slower_than_cudnn(g, rule(g))
 
 
 def plan_for(call: Any) -> ConvPlan | PatchPlan:

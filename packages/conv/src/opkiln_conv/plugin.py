@@ -47,7 +47,17 @@ def supports(call: Call) -> Refusal | None:
     products = out.numel // max(images, 1) * math.prod(call.tensors.weight.shape[1:])
     if x.dtype == torch.float32 and not call.params.allow_tf32 and products > F32_PRODUCTS:
         return Refusal(f"{products} products an image in IEEE float32 are left to cuDNN")
-    return device_refusal(call.device)
+    return device_refusal(call.device) or speed_refusal(call)
+
+
+def speed_refusal(call: Call) -> Refusal | None:
+    """Where the kernels, without compiled-in sizes, were slower than cuDNN."""
+    if call.tensors.input.dtype.itemsize != 2:
+        return None
+    from opkiln_conv.conv_plan import better_in_cudnn
+
+    what = better_in_cudnn(call)
+    return Refusal(f"{what} are left to cuDNN, measured faster") if what else None
 
 
 def load() -> Prepare:

@@ -15,6 +15,9 @@ ALIGN = 16  # elements: what packed rows of channels are multiples of
 PACKED_TAPS = 128  # taps of a tile that is turned at once
 BUSY, FEW = 96, 32  # tiles that keep 132 multiprocessors at work, and that leave most idle
 LONG = 96  # steps
+# Products an image from which the rule is slower than cuDNN where it loses at all; of 2-D windows
+# that do not step or step over inputs.
+MANY, MANY_WHOLE, MANY_STRIDED = 2**25, 2**31, 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,14 @@ def rule(g: Geometry, matrix_units: bool = True) -> Tiling:
     if can_use(g, wide):
         n = widest(g, m, (128, 64, least))
         # Odd planes are loaded without asynchronous copies: only more programs hide that.
-        split = parts(tiles_of(g, m, n), -(-g.of_group // wide.block_k)) if g.pixels % 2 else 1
-        return replace(wide, block_n=n, split=split)
+        steps = -(-g.of_group // wide.block_k)
+        split = parts(tiles_of(g, m, n), steps) if g.pixels % 2 else 1
+        # Narrow tiles wait for their copies: of 8 steps 4 stages took 4.13 us, 8 took 3.49.
+        return replace(wide, block_n=n, split=split, stages=8 if n <= 32 and steps >= 8 else 4)
     packed = replace(wide, variant="packed", block_k=64 if g.of_group > 32 else 32)
     if g.of_group >= 16 and g.terms >= 128 and can_use(g, packed):
         return packed_rule(g, packed, least)
-    if g.terms > 64:
+    if g.terms > (32 if g.groups > 1 else 64):  # grouped 3x3: 8.5 us, 14.2 by 16x128x64
         n = clamp(g.pixels, 16, 64)
         return Tiling("gather", m, n, 32, ahead=True)
     m = min(m, 32)
@@ -143,6 +148,23 @@ def packed_rule(g: Geometry, t: Tiling, least: int) -> Tiling:
     tiles = tiles_of(g, t.block_m, n)
     split = parts(tiles, steps) if tiles < FEW else 1
     return replace(t, block_n=n, split=split, stages=3 if n == 256 else 4)
+
+
+def slower_than_cudnn(g: Geometry, t: Tiling) -> str:
+    """What it is about a geometry that makes the rule's tiling, in 16 bits, lose to cuDNN; "" where
+    it is not known to. In us on the H200, of the rule and of torch: 12.0 and 8.0 (odd planes), 107
+    and 95, grouped 114 and 28 (3-D by gather), 23.4 and 19.2 (5x5, stride 2), 91 and 69 (3x3).
+    """
+    products = g.groups * g.group_outs * g.pixels * g.terms
+    if t.variant == "pointwise" and g.pixels % 2 and products >= MANY:
+        return "1x1 windows over an odd number of pixels"
+    if t.variant == "gather" and g.kernel[0] > 1 and products >= MANY:
+        return "3-D windows of few channels or of groups"
+    most = MANY_WHOLE if max(g.stride) == 1 else MANY_STRIDED
+    flat = g.kernel[0] == 1 and g.kernel[1] > 1 and max(g.dilation) == 1
+    if t.variant == "packed" and flat and products >= most:
+        return f"2-D windows of {most} products an image or more"
+    return ""
 
 
 @functools.cache

@@ -35,11 +35,10 @@ class Team:
     vectors: int
     cluster: int = 1
     stream: bool = False
-    runner: bool = False
 
     @property
     def threads(self) -> int:
-        return WARP * (self.teams * self.team_warps + self.runner)
+        return WARP * self.teams * self.team_warps
 
     def fits(self, s: Sizes) -> bool:
         values = self.vector_bytes // s.itemsize
@@ -50,7 +49,6 @@ class Team:
             and s.cols // values * planes <= most
             and not (s.mode == "averaged" and s.samples > self.teams)
             and not (s.mode and self.cluster > 1)
-            and not (self.runner and (self.cluster > 1 or s.mode == "averaged"))
             and (self.team_warps == 1 or self.teams < NAMED_BARRIERS)
             and self.threads <= 1024
         )
@@ -67,7 +65,6 @@ class Team:
             "POOLED": int(s.pooled),
             "GIVEN": int(s.mode == "given"),
             "AVERAGED": int(s.mode == "averaged"),
-            "RUNNER": int(self.runner),
         }
 
     def sets(self, s: Sizes) -> int:

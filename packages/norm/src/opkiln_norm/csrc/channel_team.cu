@@ -7,7 +7,7 @@
 // multiple. TEAM_WARPS, CLUSTER: warps of a CTA, and CTAs, that share a set. TEAMS: sets a CTA.
 // VECTORS: a thread's, at most. POOLED. GIVEN: the running statistics serve, a set is a plane.
 // AVERAGED: a CTA's teams are the samples of one channel, whose statistics' average the running
-// statistics take. RUNNER: one warp more, with no set, that meets the instructions first.
+// statistics take.
 //
 // All loads, the channel's parameters too, are under way before the first value is used. Sums are
 // made in VALUES chains: one chain of 32 additions takes 0.07 us, and nothing else fills the time.
@@ -15,12 +15,12 @@
 constexpr int WORDS = VECTOR_BYTES / 4;
 constexpr int VALUES = VECTOR_BYTES / VALUE_BYTES;
 constexpr int TEAM_THREADS = 32 * TEAM_WARPS;
-constexpr int THREADS = TEAM_THREADS * TEAMS + 32 * RUNNER;
+constexpr int THREADS = TEAM_THREADS * TEAMS;
 constexpr u32 ALL = TEAM_THREADS * CLUSTER;  // threads of a set
 constexpr int PARTIALS = TEAM_WARPS * CLUSTER;
 constexpr u32 PLANE_VECTORS = COLS / VALUES;
 constexpr i64 PLANE_BYTES = (i64)COLS * VALUE_BYTES;
-constexpr bool ALWAYS = TEAMS == 1 && !RUNNER && !AVERAGED;  // every thread has a set
+constexpr bool ALWAYS = TEAMS == 1 && !AVERAGED;  // every thread has a set
 constexpr bool EQUAL = ALWAYS && !POOLED && PLANE_VECTORS % ALL == 0;
 
 // Which set a thread works on, and where its vectors lie.
@@ -30,11 +30,11 @@ struct Place {
     u32 vectors;  // of the set; 0: none
 
     __device__ Place(u32 sets, u32 samples) {
-        team = TEAMS + RUNNER == 1 ? 0 : threadIdx.x / TEAM_THREADS;
+        team = TEAMS == 1 ? 0 : threadIdx.x / TEAM_THREADS;
         thread = threadIdx.x - team * TEAM_THREADS;
         if constexpr (CLUSTER > 1) thread += cluster_rank() * TEAM_THREADS;
         set = AVERAGED ? team * CHANNELS + blockIdx.x : blockIdx.x / CLUSTER * TEAMS + team;
-        const bool some = ALWAYS || (team < TEAMS && (AVERAGED ? team < samples : set < sets));
+        const bool some = ALWAYS || (AVERAGED ? team < samples : set < sets);
         vectors = some ? PLANE_VECTORS * (POOLED ? samples : 1) : 0;
         channel = !some ? 0 : POOLED ? set : AVERAGED ? blockIdx.x : set % CHANNELS;
     }
@@ -71,12 +71,12 @@ __device__ void load_set(const Place& at, const char* x, Words<WORDS> (&xs)[VECT
 
 // `mine` of each warp to all warps of the set, which find the set's PARTIALS at what is returned.
 __device__ const float4* exchange(const Place& at, float4 mine) {
-    __shared__ float4 slots[(TEAMS + RUNNER) * PARTIALS];
+    __shared__ float4 slots[TEAMS * PARTIALS];
     const u32 lane = threadIdx.x % 32;
     float4* own = slots + at.team * PARTIALS + at.thread / 32;
     if constexpr (CLUSTER == 1) {
         if (lane == 0) *own = mine;
-        if (!RUNNER || at.team < TEAMS) named_barrier(at.team + 1, TEAM_THREADS);
+        named_barrier(at.team + 1, TEAM_THREADS);
     } else {
         cluster_wait();  // the others run: their shared memory may be written
         if (lane < CLUSTER) {
