@@ -119,7 +119,7 @@ def candidates(row: Row) -> list[Candidate]:
         shapes = itertools.product((256, 512, 1024), (4, 8, 16), (1, 2, 3, 4))
         found = [MeanTiling(n, n // 256, step, stages) for n, step, stages in shapes]
         streams = [replace(t, evict="evict_first") for t in found if t.step == 8]
-        rule = mean_plan.rule(DTYPES[row.dtype].itemsize, 8192, row.values["chunk"][0])
+        rule = mean_plan.rule(DTYPES[row.dtype].itemsize, 8192, row.values["chunk"][0], True)
         first = MEAN_TUNED(call) or rule
         return list(dict.fromkeys([first, *found, *streams]))
     g = geometry_of(call)
@@ -129,13 +129,12 @@ def candidates(row: Row) -> list[Candidate]:
 
 def variants_of(first: Tiling, g: Geometry) -> list[Tiling]:
     """Candidates of the rule's kernel."""
-    pairs = first.pairs and g.reduce == "argmax" and g.itemsize == 2
     if first.variant == "plane":
         n = math.prod(g.sizes)
         vec = math.gcd(16 // g.itemsize, n)
         return [
             # `lanes` threads a plane, `more` planes a thread.
-            Tiling("plane", 32 * w * more // lanes, w, pairs=pairs, step=vec * lanes)
+            Tiling("plane", 32 * w * more // lanes, w, step=vec * lanes)
             for lanes in (4, 8, 16)
             for w in (1, 2, 4)
             for more in (1, 2, 4)
@@ -143,10 +142,11 @@ def variants_of(first: Tiling, g: Geometry) -> list[Tiling]:
         ]
     if first.variant == "strip":
         steps = ((1, 0), (1, 1), (1, 2), (1, 4), (2, 0), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8))
-        return [Tiling("strip", 1, w, pairs=pairs, step=rows) for w, rows in steps]
+        return [Tiling("strip", 1, w, step=rows) for w, rows in steps]
     shapes = ((128, 4), (256, 4), (256, 8), (64, 2), (512, 8), (1024, 8))
     hints = (("", ""), ("evict_first", ""), ("", ".cs"))
     v = pool_plan.least_v(g)
+    pairs = first.pairs and g.reduce == "argmax" and g.itemsize == 2
     patches = [
         Tiling("patch", b, w, v=v * more, static=True, evict=evict, cache=cache, pairs=pairs)
         for more in (1, 2, 4)

@@ -21,6 +21,8 @@ STEM = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "ceil_mode":
 MAX = STEM | {"dilation": (1, 1)}
 MEAN = STEM | {"count_include_pad": True, "divisor_override": None}
 CUBE = {k: (*v, v[0]) if isinstance(v, tuple) else v for k, v in MAX.items()}
+LINE = {"kernel_size": (128,), "stride": (1,), "padding": (0,), "dilation": (1,)}
+LINE |= {"ceil_mode": False}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 Case = tuple[str, tuple[int, ...], torch.dtype, dict[str, Any], Tiling | None]
 
@@ -34,11 +36,17 @@ CASES: dict[str, Case] = {
     "patch-volume": ("max_pool3d_indices", (2, 64, 32, 112, 112), BF16, CUBE, None),
     "plane-aligned": ("adaptive_max_pool2d", (8, 64, 8, 8), F16, {"output_size": (1, 1)}, None),
     "strip-aligned": ("adaptive_avg_pool2d", (8, 64, 56, 56), F16, {"output_size": (6, 6)}, None),
-    "plane-steps": ("max_pool1d_indices", (8, 64, 128), F16,
-                    {"kernel_size": (128,), "stride": (1,), "padding": (0,), "dilation": (1,),
-                     "ceil_mode": False}, Tiling("plane", 32, 4, pairs=True, step=32)),
     "strip-steps": ("adaptive_max_pool2d_indices", (8, 64, 56, 56), BF16, {"output_size": (6, 6)},
-                    Tiling("strip", 1, 1, pairs=True, step=4)),
+                    Tiling("strip", 1, 1, step=4)),
+    "table-plane-odd": ("adaptive_max_pool2d_indices", (8, 64, 7, 7), F16,
+                        {"output_size": (1, 1)}, Tiling("plane", 32, 4, step=8)),
+    "table-plane": ("max_pool1d_indices", (8, 64, 128), F16, LINE, Tiling("plane", 8, 1, step=32)),
+    "table-strip-by-row": ("adaptive_max_pool2d_indices", (8, 64, 56, 56), F16,
+                           {"output_size": (6, 6)}, Tiling("strip", 1, 1, step=1)),
+    "table-strip-odd": ("adaptive_max_pool2d_indices", (8, 64, 55, 57), BF16,
+                        {"output_size": (7, 7)}, Tiling("strip", 1, 1, step=1)),
+    "table-volume": ("max_pool3d_indices", (2, 64, 32, 112, 112), BF16, CUBE | {"ceil_mode": True},
+                     Tiling("patch", 128, 4, v=8, static=True, pairs=True)),
     "channels-last": ("max_pool2d_indices", (8, 64, 112, 112), F16, MAX, None),
     "taps-odd-rows": ("max_pool2d", (8, 64, 55, 55), F16, MAX, None),
     "plane-odd": ("adaptive_max_pool2d_indices", (8, 64, 7, 7), F16, {"output_size": (1, 1)}, None),

@@ -107,13 +107,13 @@ def test_the_table_serves_columns_that_lie_together(monkeypatch):
     monkeypatch.setattr(mean_plan, "tuning_rows", lambda: ({"op": "x"}, row | {"use": use}))
     assert run(random(2, 19, 3, 8, dtype=F16), 7).tiling == MeanTiling(**use)
     others = (
-        (random(2, 19, 3, 8, dtype=F16), 6),
-        (random(2, 3, 19, 8, dtype=F16).transpose(1, 2), 7),
-        (random(2, 19, 3, 8), 7),
-        (random(2, 19, 3, 9, dtype=F16)[..., :8], 7),
+        (random(2, 19, 3, 8, dtype=F16), 6, True),
+        (random(2, 3, 19, 8, dtype=F16).transpose(1, 2), 7, False),
+        (random(2, 19, 3, 8), 7, True),
+        (random(2, 19, 3, 9, dtype=F16)[..., :8], 7, False),
     )
-    for x, chunk_size in others:
-        assert run(x, chunk_size).tiling == rule(x.dtype.itemsize, 24, chunk_size)
+    for x, chunk_size, whole in others:
+        assert run(x, chunk_size).tiling == rule(x.dtype.itemsize, 24, chunk_size, whole)
 
 
 def test_tokens_beyond_2_31_elements(monkeypatch):
@@ -138,6 +138,6 @@ def test_constexprs_are_in_the_kernels_order():
 
 def test_rule_gives_a_thread_one_vector():
     for itemsize, columns in ((2, 8192), (2, 64), (4, 100), (4, 1), (2, 1)):
-        t = rule(itemsize, columns, 64)
+        t = rule(itemsize, columns, 64, whole=True)
         assert t.num_warps in (1, 2, 4)
         assert t.block_n <= 32 * t.num_warps * (16 // itemsize)

@@ -272,21 +272,17 @@ def test_special_values(variant, kind, dtype):
     assert run(without, x, params).tiling.variant == variant
 
 
-TILINGS = {  # id: (op, size, params, tiling); all but "steps" one value at a time
+TILINGS = {  # id: (op, size, params, tiling)
     "patch": ("max_pool2d_indices", (6, 16), window("max_pool2d_indices", 3, 2, 1),
               Tiling("patch", 16, 1, v=4)),
     "plane": ("adaptive_max_pool2d_indices", (5, 7), {"output_size": (1, 1)},
               Tiling("plane", 4, 1)),
     "plane-steps": ("adaptive_max_pool2d_indices", (5, 7), {"output_size": (1, 1)},
-                    Tiling("plane", 4, 1, pairs=True, step=8)),
-    "plane-steps-singly": ("adaptive_max_pool2d_indices", (5, 7), {"output_size": (1, 1)},
-                           Tiling("plane", 4, 1, step=8)),
+                    Tiling("plane", 4, 1, step=8)),
     "strip": ("adaptive_max_pool2d_indices", (7, 9), {"output_size": (3, 2)},
               Tiling("strip", 1, 1)),
     "strip-steps": ("adaptive_max_pool2d_indices", (7, 9), {"output_size": (2, 2)},
-                    Tiling("strip", 1, 1, pairs=True, step=2)),
-    "strip-steps-singly": ("adaptive_max_pool2d_indices", (7, 9), {"output_size": (2, 2)},
-                           Tiling("strip", 1, 1, step=2)),
+                    Tiling("strip", 1, 1, step=2)),
 }  # fmt: skip
 
 
@@ -311,7 +307,7 @@ def test_averages_in_steps(variant, size, dtype, use_tiling):
 @pytest.mark.parametrize("step", [0, 4])
 def test_places_past_the_largest_keyed_plane(step, use_tiling):
     """Rows past the last one have places past 2^16, which must not win over -inf."""
-    use_tiling(Tiling("strip", 1, 1, pairs=True, step=step))
+    use_tiling(Tiling("strip", 1, 1, step=step))
     x = special("-inf", F16, 1, 1, 256, 256)
     run("adaptive_max_pool2d_indices", x, {"output_size": (9, 2)})
 

@@ -104,3 +104,26 @@ def test_table_is_valid():
         assert tiling.variant in KERNELS
         assert tiling.variant != "strip" or tiling.block == 1
         assert tiling.static is False or tiling.variant in ("patch", "taps")
+
+
+def test_rule_takes_small_planes_of_16_bits_in_steps():
+    """What the probe measured on an H200; averages and f32 are as before."""
+    pool = {"output_size": (1, 1)}
+    found = {
+        (op, dtype, n): plan_of(op, empty(dtype, 2, 3, n, n), pool).tiling
+        for op in ("adaptive_max_pool2d", "adaptive_avg_pool2d")
+        for dtype in ("f16", "f32")
+        for n in (1, 6, 9, 40)
+    }
+    assert {k for k, t in found.items() if t.step} == {("adaptive_max_pool2d", "f16", 6)}
+    tiles = {
+        (op, dtype, n): plan_of(op, empty(dtype, 2, 3, n, n), {"output_size": (5, 5)}).tiling
+        for op in ("adaptive_max_pool2d_indices", "adaptive_avg_pool2d")
+        for dtype in ("bf16", "f32")
+        for n in (32, 128)
+    }
+    assert {t.variant for t in tiles.values()} == {"strip"}
+    assert {k[:2] for k, t in tiles.items() if t.step == 1} == {
+        ("adaptive_max_pool2d_indices", "bf16")
+    }
+    assert {(k[1], k[2]) for k, t in tiles.items() if t.num_warps == 1} == {("bf16", 32)}

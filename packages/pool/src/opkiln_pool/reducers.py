@@ -94,28 +94,21 @@ def from_order(order, DTYPE: tl.constexpr):
 
 @triton.jit
 def to_keys(x, position, mask):
-    """Values and their positions (below 2^16 for 16-bit values) as integers whose largest is the
-    argmax: of equal values the first, of several NaN the last, of masked elements none.
+    """f32 values and their positions as int64 whose largest is the argmax: of equal values the
+    first, of several NaN the last, of masked elements none.
     """
     order, nan = to_order(x)
-    if x.dtype.primitive_bitwidth == 16:
-        low = tl.where(nan, position, 2**16 - 1 - position)
-        keys = tl.where(mask, order * 2**16 + low, -(2**31))
-    else:
-        low = tl.where(nan, position, 2**31 - 1 - position)
-        keys = tl.where(mask, order.to(tl.int64) * 2**32 + low, -(2**63))
-    return keys
+    low = tl.where(nan, position, 2**31 - 1 - position)
+    return tl.where(mask, order.to(tl.int64) * 2**32 + low, -(2**63))
 
 
 @triton.jit
 def from_keys(keys, DTYPE: tl.constexpr):
     """Values and positions of keys."""
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    LARGEST: tl.constexpr = 2**15 - 1 if BITS == 16 else 2**31 - 1
-    order = (keys >> BITS).to(tl.int32)
-    low = (keys & (2 * LARGEST + 1)).to(tl.int32)
-    last: tl.constexpr = 2**16 - 1 if BITS == 16 else 2**31 - 1
-    return from_order(order, DTYPE), tl.where(order == LARGEST, low, last - low)
+    LARGEST: tl.constexpr = 2**31 - 1
+    order = (keys >> 32).to(tl.int32)
+    low = (keys & (2**32 - 1)).to(tl.int32)
+    return from_order(order, DTYPE), tl.where(order == LARGEST, low, LARGEST - low)
 
 
 # $0, $1 = order, low of the pairs $2 with places $3. x * 1 + 0 makes every NaN 0x7fff and -0 0,
