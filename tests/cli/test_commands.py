@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,27 @@ def test_doctor_finds_misspelt_preferences(monkeypatch: pytest.MonkeyPatch) -> N
     assert done.exit_code == 1
     assert "problem: OPKILN_BACKEND names the backend 'torhc'; the nearest are torch" in done.output
     assert "problem: OPKILN_BACKEND names the op 'rmsnorm'; the nearest are rms_norm" in done.output
+
+
+def test_doctor_reports_an_unreadable_preference() -> None:
+    code = "import sys; sys.argv = ['opkiln', 'doctor']; from opkiln.cli import main; main()"
+    env = os.environ | {"OPKILN_BACKEND": ":"}
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(run, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    problem = "problem: OPKILN_BACKEND: cannot read the backend preference ':'"
+    assert [line for line in done.stdout.splitlines() if line.startswith(problem)]
+
+
+@pytest.mark.parametrize("file", ["missing/c.json", "there/c.json/d.json", "there"])
+def test_conform_looks_at_its_file_before_it_runs(tmp_path: Path, file: str) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "c.json").write_text("")
+    path = tmp_path / file
+    done = invoke("conform", "--backend", "torch", "--op", "rms_norm", "--json", str(path))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("opkiln: ") and str(path) in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_conform_passes_and_writes_its_summary(tmp_path: Path) -> None:

@@ -160,6 +160,20 @@ def _(x: Tensor, attn_factor: float, **params: Any) -> Any:
     return reference("rope_yarn", x, attn_factor=1.0, **params)
 
 
+def bound_ignored(op: str, name: str, default: float) -> None:
+    """A rule that has the default of one of its bands' bounds built in."""
+
+    @wrong_formula(f"{name}_ignored", op)
+    def _(x: Tensor, **params: Any) -> Any:
+        return reference(op, x, **params | {name: default})
+
+
+bound_ignored("rope_llama31", "low_freq_factor", 1.0)
+bound_ignored("rope_llama31", "high_freq_factor", 4.0)
+bound_ignored("rope_yarn", "beta_fast", 32.0)
+bound_ignored("rope_yarn", "beta_slow", 1.0)
+
+
 @wrong_formula("offset_ignored", "rope_neox")
 def _(x: Tensor, offset: int, **params: Any) -> Any:
     return reference("rope_neox", x, offset=0, **params)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import types
+from dataclasses import replace
 
 import opkiln
 import opkiln.functional as F
 import pytest
 import torch
 from opkiln import dispatch, road
+from opkiln.ops import CATALOGUE
+from opkiln.policy import Policy
 from opkiln.registry import REGISTRY, Implementation, Refusal, accepts_everything
+from opkiln.spec import Call, TensorMeta
 
 
 def marked(value):
@@ -136,6 +143,68 @@ def test_empty_outputs_reach_no_kernel():
 
     with REGISTRY.temporarily(plugin(loader=lambda: explode, priority=500), "probe:probe"):
         assert F.rms_norm(torch.empty(3, 0, 8), (8,), backend="probe").shape == (3, 0, 8)
+
+
+def test_no_kernel_sees_an_empty_batch_in_training():
+    """Its statistics are outputs of some size, and it would write the running ones."""
+
+    def explode(call):
+        raise AssertionError("a kernel saw an empty grid")
+
+    kernel = plugin(op="batch_norm", loader=lambda: explode, priority=500)
+    x, running = torch.empty(0, 3, 4, requires_grad=True), (torch.zeros(3), torch.ones(3))
+    with REGISTRY.temporarily(kernel, "probe:probe"):
+        F.batch_norm(x, *running, training=True, backend="probe").sum().backward()
+    assert x.grad.shape == (0, 3, 4)
+
+
+IDS = torch.tensor([0, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("device", "checks", "raises"),
+    [("cpu", False, True), ("cuda", True, True), ("cuda", False, False)],
+)
+def test_values_are_checked_on_a_cpu_and_on_a_gpu_only_if_asked(device, checks, raises):
+    """The launch that dispatch makes for a call on that device, given tensors with a wrong id."""
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    spec = CATALOGUE["rope_neox_position_ids"]
+    tensors = (torch.zeros(2, 1, 4), IDS)
+    metas = [replace(TensorMeta.of(t), device=where) for t in tensors]
+    params = {"max_position": 4, "base": 1e4, "rotary_dim": 4}
+    call = Call(
+        spec,
+        types.SimpleNamespace(**dict(zip(spec.tensor_names, metas, strict=True))),
+        types.SimpleNamespace(**params),
+        Policy(checks=checks),
+    )
+    launch = dispatch._guard(call, lambda *tensors: "computed")
+    if raises:
+        with pytest.raises(
+            opkiln.ArgumentError, match=r"must be in \[0, 4\), got values from 0 to 9"
+        ):
+            launch(*tensors)
+    else:
+        assert launch(*tensors) == "computed"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("ask", ["use", "environment"])
+def test_values_are_checked_on_a_gpu_if_asked(ask):
+    code = (
+        "import torch, opkiln, opkiln.functional as F\n"
+        "x, ids = torch.zeros(2, 1, 4, device='cuda'), torch.tensor([0, 9], device='cuda')\n"
+        "with opkiln.use(**{flags}):\n"
+        "    F.rope_neox_position_ids(x, ids, max_position=4)\n"
+        "torch.cuda.synchronize()"
+    )
+    for on in (False, True):
+        flags = {"checks": on} if ask == "use" else {}
+        env = os.environ | {"OPKILN_CHECKS": str(int(on and ask == "environment"))}
+        run = [sys.executable, "-c", code.format(flags=flags)]
+        done = subprocess.run(run, env=env, capture_output=True, text=True)
+        assert (done.returncode != 0) == on, done.stderr
+        assert ("position_ids must be in [0, 4), got values from 0 to 9" in done.stderr) == on
 
 
 def test_a_repeated_call_reuses_its_plan(x, monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import opkiln
 import opkiln.functional as F
 import pytest
 import torch
+from opkiln.conformance.rows import BATCHED
 from opkiln.ops import CATALOGUE
 from opkiln.schema import operator
 from samples import SAMPLES
@@ -72,13 +75,20 @@ def test_every_differentiable_forward_has_a_backward():
     assert without == {"topk_selector"}
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize(
+    ("name", "grad"), [*[(n, False) for n in SAMPLES], *[(n, True) for n in DIFFERENTIABLE]]
+)
 def test_opcheck(name, grad):
     spec, tensors, params = bound_with_gradients(SAMPLES[name], DTYPE, grad)
-    if grad and not differentiable_names(spec):
-        pytest.skip(f"{spec.name} has no gradient")
     torch.library.opcheck(operator(spec), (*tensors, *params.values()))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_opcheck_where_the_size_is_read_from_the_data(grad):
+    """The public function reads it itself on the direct road; a trace leaves it to the operator."""
+    (x, chunk_size, offsets), _ = SAMPLES["mean_pooling-varlen"].build(DTYPE)
+    arguments = (x.requires_grad_(grad), offsets, chunk_size, None)
+    torch.library.opcheck(operator(CATALOGUE["mean_pooling"]), arguments)
 
 
 class CallsOf(TorchDispatchMode):
@@ -176,30 +186,64 @@ def on_device(value):
     return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
 
 
+# Tensors whose first dim is the batch, where rows of the result depend on each other.
+DEPENDENT = {
+    "batch_norm": ("input",),
+    "batch_norm_backward": ("grad_out", "input"),
+    "topk_selector": ("scores", "starts", "ends"),
+    "rope_neox_position_ids": ("x", "position_ids"),
+}
+
+
+def repeated(sample, times):
+    """The sample's arguments by name, with a batch `times` as large."""
+    args, kwargs = sample.build(DTYPE)
+    given = inspect.signature(getattr(F, sample.function)).bind(*args, **kwargs).arguments
+    spec = sample.bound(DTYPE).spec
+    for name in (BATCHED | DEPENDENT)[spec.name]:
+        batched = given[name]
+        if given.get("cu_seqlens") is not None:  # one batch, more tokens in its last sequence
+            given[name] = batched.repeat(1, times, 1, 1)
+            last = given[name].shape[1]
+            given["cu_seqlens"] = torch.cat([given["cu_seqlens"][:-1], torch.tensor([last])]).int()
+            given["num_chunks"] = 1 + -(-(last - 3) // given["chunk_size"])
+        else:
+            given[name] = batched.repeat(times, *[1] * (batched.ndim - 1))
+    return given
+
+
 def check_compiled(name, dynamic, backend):
-    """Compiled and eager give the same values, strides, gradients and in-place effects."""
+    """Compiled and eager give the same values, strides, gradients and in-place effects; with
+    dynamic shapes one compilation serves two sizes of the batch.
+    """
     sample = SAMPLES[name]
     fn = getattr(F, sample.function)
-    wrt = differentiable_names(sample.bound(DTYPE).spec)
     torch._dynamo.reset()
     compiled = torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)
-    results = []
-    for call in (fn, compiled):
-        torch.manual_seed(0)
-        args, kwargs = sample.build(DTYPE)
-        grad = bool(wrt) and sample.function != "batch_norm"
-        args = [leaf(on_device(a), grad) for a in args]
-        outs = call(*args, **kwargs)
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        if grad:
-            scored = floats(outs)
-            torch.autograd.backward(scored, [torch.randn_like(o) for o in scored])
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        results.append((outs, tensors, [t.grad for t in tensors if t.grad is not None]))
-    (outs, written, grads), (outs_c, written_c, grads_c) = results
-    assert [o.stride() for o in outs] == [o.stride() for o in outs_c]
-    for a, b in zip((*outs, *written, *grads), (*outs_c, *written_c, *grads_c), strict=True):
-        torch.testing.assert_close(a, b)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for times in (7, 11) if dynamic else (1,):  # 14: unlike any other size
+            outs, written, grads = results_of(fn, sample, times)
+            outs_c, written_c, grads_c = results_of(compiled, sample, times)
+            assert [o.stride() for o in outs] == [o.stride() for o in outs_c]
+            for a, b in zip(
+                (*outs, *written, *grads), (*outs_c, *written_c, *grads_c), strict=True
+            ):
+                torch.testing.assert_close(a, b)
+
+
+def results_of(call, sample, times):
+    """Outputs of a call, its tensors after it, and their gradients."""
+    torch.manual_seed(0)
+    wrt = differentiable_names(sample.bound(DTYPE).spec)
+    grad = bool(wrt) and sample.function != "batch_norm"
+    given = {name: leaf(on_device(a), grad) for name, a in repeated(sample, times).items()}
+    outs = call(**given)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    if grad:
+        scored = floats(outs)
+        torch.autograd.backward(scored, [torch.randn_like(o) for o in scored])
+    tensors = [a for a in given.values() if isinstance(a, torch.Tensor)]
+    return outs, tensors, [t.grad for t in tensors if t.grad is not None]
 
 
 def test_compile_takes_a_new_length_without_a_graph_break():

@@ -275,6 +275,9 @@ EMPTY = {
     "group_norm plane": lambda: F.group_norm(normal(2, 6, 0), 3),
     "instance_norm batch": lambda: F.instance_norm(normal(0, 6, 4)),
     "batch_norm batch": lambda: F.batch_norm(normal(0, 3, 4), *running()),
+    "batch_norm batch in training": lambda: F.batch_norm(
+        normal(0, 3, 4), *running(), training=True
+    ),
 }
 
 
@@ -283,6 +286,28 @@ EMPTY = {
 def test_empty_inputs_give_empty_outputs(what):
     out = EMPTY[what]()
     assert out.numel() == 0 and out.ndim in (2, 3)
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch-ref"])
+@pytest.mark.parametrize("shape", [(0, 4, 6, 6), (2, 4, 0), (0, 4)], ids=str)
+def test_training_on_an_empty_batch_is_torchs(shape, backend):
+    """Empty result, zero gradients, running statistics left alone."""
+    results = []
+    for fn, how in ((F.batch_norm, {"backend": backend}), (torch.nn.functional.batch_norm, {})):
+        mean, var = torch.zeros(4), torch.ones(4)
+        leaves = [normal(*shape), torch.ones(4), torch.ones(4)]
+        x, weight, bias = (t.requires_grad_() for t in leaves)
+        out = fn(x, mean, var, weight, bias, training=True, **how)
+        out.sum().backward()
+        results.append((out, mean, var, *[t.grad for t in leaves]))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_instance_norm_of_an_empty_batch_leaves_the_running_statistics_alone():
+    mean, var = torch.zeros(4), torch.ones(4)
+    assert F.instance_norm(normal(0, 4, 6), mean, var).shape == (0, 4, 6)
+    assert mean.eq(0).all() and var.eq(1).all()
 
 
 @pytest.mark.parametrize("name", [*ROW_NORMS, *CHANNEL_NORMS])

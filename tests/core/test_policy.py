@@ -57,6 +57,21 @@ def test_unknown_flag_is_named():
             pass
 
 
+def test_a_preference_for_an_unknown_op_names_the_nearest():
+    with pytest.raises(
+        ValueError, match=r"opkiln\.use: no op 'rms_nrom'; the nearest are rms_norm,"
+    ):
+        with opkiln.use("rms_nrom:torch"):
+            pass
+
+
+@pytest.mark.parametrize("wrong", [3, None, ("torch",)])
+def test_a_preference_is_a_string(wrong):
+    with pytest.raises(TypeError, match="a backend preference must be a string, got"):
+        with opkiln.use(wrong):
+            pass
+
+
 def test_policy_belongs_to_the_thread():
     seen = []
     with opkiln.use("torch-ref"):
@@ -90,3 +105,13 @@ def test_environment_is_read_at_import():
     ).stdout
     assert "('*', ('torch',)), ('rms_norm', ('torch-ref', 'torch'))" in out
     assert "checks=True" in out
+
+
+def test_an_unreadable_environment_does_not_stop_the_import():
+    env = os.environ | {"OPKILN_BACKEND": ":;torch", "PYTHONWARNINGS": "always"}
+    code = "import opkiln; print(opkiln.policy.current().prefer, opkiln.policy.UNREADABLE)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("(('*', ('torch',)),) (\"cannot read the backend preference ':'")
+    assert "OPKILN_BACKEND is ignored in part" in done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import opkiln
 import opkiln.functional as F
@@ -31,7 +33,7 @@ def x():
 def roads(monkeypatch):
     """Which roads calls took: "direct", "operator" or "formula"."""
     taken = []
-    for name, label in (("call_operator", "operator"), ("torch_formula", "formula")):
+    for name, label in (("call_operator", "operator"), ("checked_formula", "formula")):
         real = getattr(road, name)
 
         def spy(*args, real=real, label=label):
@@ -221,3 +223,21 @@ def test_inference_mode_is_direct(x, roads):
     with torch.inference_mode(), contextlib.nullcontext():
         F.rms_norm(x, SHAPE)
     assert roads() == ["direct"]
+
+
+def test_sparse_tensor_is_not_plain():
+    assert not road.is_plain(torch.eye(3).to_sparse())
+    assert road.is_plain(torch.eye(3))
+    with pytest.raises(opkiln.ArgumentError, match=r"input has layout torch\.sparse_coo, allowed"):
+        F.rms_norm(torch.eye(3).to_sparse(), (3,))
+
+
+def test_the_first_call_of_a_process_makes_the_plan_of_the_next():
+    """Before it the registry has loaded no plugin, so its generation is another one."""
+    code = (
+        "import torch, opkiln.functional as F; from opkiln.dispatch import PLANS\n"
+        "for _ in range(3): F.rms_norm(torch.ones(2, 8), (8,))\n"
+        "print(len(PLANS))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]

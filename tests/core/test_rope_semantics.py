@@ -84,6 +84,20 @@ RULES = {
         1.0,
         False,
     ),
+    "llama31 of other bands": (
+        F.rope_llama31,
+        {"low_freq_factor": 0.5, "high_freq_factor": 16.0},
+        llama31(64, 1e4, 8, 0.5, 16, 8192),
+        1.0,
+        False,
+    ),
+    "yarn of another ramp": (
+        F.rope_yarn,
+        {"beta_fast": 8.0, "beta_slow": 2.0},
+        yarn(64, 1e4, 16, 4096, 8, 2),
+        1.0,
+        False,
+    ),
     "yarn": (
         F.rope_yarn,
         {"scale": 8.0, "attn_factor": 1.25},

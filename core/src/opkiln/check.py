@@ -60,7 +60,7 @@ def match_dims(op: str, t: TensorSpec, shape: Shape, env: dict[str, Any]) -> Non
         else:
             expected.append(token)
     if len(shape) != len(expected) or any(a != b for a, b in zip(shape, expected, strict=True)):
-        raise ArgumentError(
-            f"{op}: {t.name} has shape {list(shape)}, expected [{t.dims.replace(' ', ', ')}]"
-            f" = {list(expected)}"
-        )
+        pattern = f"[{t.dims.replace(' ', ', ')}]"
+        unknown = any(isinstance(size, str) for size in expected)
+        values = "" if unknown else f" = {list(expected)}"
+        raise ArgumentError(f"{op}: {t.name} has shape {list(shape)}, expected {pattern}{values}")

@@ -37,7 +37,7 @@ class TensorMeta:
 
     @staticmethod
     def of(t: torch.Tensor, real: bool = True) -> TensorMeta:
-        """`real=False` for fake tensors, which have no address."""
+        """`real=False` for tensors without an address: fake, or inside a function transform."""
         aligned = not real or t.data_ptr() % 16 == 0
         return TensorMeta(
             tuple(t.shape), t.dtype, t.stride(), t.device, aligned, is_channels_last(t)
@@ -74,9 +74,26 @@ class TensorMeta:
 
 def is_channels_last(t: torch.Tensor) -> bool:
     """True for a 4-D or 5-D tensor that is channels_last and not also contiguous."""
+    if is_wrapped(t):  # vmap cannot be asked for a memory format
+        return False
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return (
         t.ndim in formats
         and not t.is_contiguous()
         and t.is_contiguous(memory_format=formats[t.ndim])
     )
+
+
+def is_wrapped(t: torch.Tensor) -> bool:
+    """Whether `t` stands for another tensor inside vmap or a functional gradient."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def is_readable(t: torch.Tensor) -> bool:
+    """Whether `t` has values of its own, which a tensor inside vmap has not."""
+    functorch = torch._C._functorch
+    while is_wrapped(t):
+        if functorch.is_batchedtensor(t):
+            return False
+        t = functorch.get_unwrapped(t)
+    return True

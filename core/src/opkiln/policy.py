@@ -10,9 +10,12 @@ import contextlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+
+from opkiln.errors import nearest
 
 ANY_OP = "*"
 
@@ -76,8 +79,13 @@ def _decode(text: str) -> Policy:
     return Policy(prefer=prefer, **values)
 
 
-def parse_preference(text: str) -> tuple[str, tuple[str, ...]]:
+Preference = tuple[str, tuple[str, ...]]
+
+
+def parse_preference(text: str) -> Preference:
     """`name`, `name,name` or `op:name,name` -> (op or "*", names). ValueError on anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"opkiln: a backend preference must be a string, got {text!r}")
     op, sep, names = text.partition(":")
     if not sep:
         op, names = ANY_OP, text
@@ -90,16 +98,23 @@ def parse_preference(text: str) -> tuple[str, tuple[str, ...]]:
     return op.strip(), backends
 
 
-def _from_environment() -> Policy:
-    """OPKILN_BACKEND (preferences, separated by spaces or ';') and OPKILN_CHECKS=1, read once."""
-    text = os.environ.get("OPKILN_BACKEND", "").replace(";", " ").split()
-    return Policy(
-        prefer=tuple(parse_preference(part) for part in text),
-        checks=os.environ.get("OPKILN_CHECKS", "0") == "1",
-    )
+def _from_environment() -> tuple[Policy, tuple[str, ...]]:
+    """OPKILN_BACKEND (preferences, separated by spaces or ';') and OPKILN_CHECKS=1, read once.
+
+    Also what could not be read: a warning, and a problem that `opkiln doctor` reports.
+    """
+    prefer, unreadable = [], []
+    for part in os.environ.get("OPKILN_BACKEND", "").replace(";", " ").split():
+        try:
+            prefer.append(parse_preference(part))
+        except ValueError as error:
+            unreadable.append(str(error).removeprefix("opkiln: "))
+            warnings.warn(f"opkiln: OPKILN_BACKEND is ignored in part: {error}", stacklevel=2)
+    checks = os.environ.get("OPKILN_CHECKS", "0") == "1"
+    return Policy(prefer=tuple(prefer), checks=checks), tuple(unreadable)
 
 
-BASE = _from_environment()
+BASE, UNREADABLE = _from_environment()
 
 
 class _State(threading.local):
@@ -131,15 +146,28 @@ def use(*backends: str, **flags: bool) -> Iterator[Policy]:
 
     backends: `"name"` for every op, or `"op:name,name"` for one; the newest preference wins.
     flags: strict, deterministic, batch_invariant, allow_tf32, checks.
-    Raises ValueError for an unreadable preference, TypeError for an unknown flag.
+    Raises ValueError for an unreadable preference or an unknown op, TypeError for an unknown flag
+    or one that is no bool.
 
         with opkiln.use("torch", deterministic=True):
             y = opkiln.functional.rms_norm(x, (4096,))
     """
-    unknown = sorted(set(flags) - set(FLAGS))
-    if unknown:
-        raise TypeError(f"opkiln.use: unknown flag {unknown[0]!r}, allowed are {', '.join(FLAGS)}")
-    wanted = tuple(parse_preference(text) for text in backends)
+    for name, value in flags.items():
+        if name not in FLAGS:
+            raise TypeError(f"opkiln.use: unknown flag {name!r}, allowed are {', '.join(FLAGS)}")
+        if not isinstance(value, bool):
+            raise TypeError(f"opkiln.use: {name} must be a bool, got {value!r}")
+    wanted = tuple(known_op(parse_preference(text)) for text in backends)
     before = current()
     with active(replace(before, prefer=wanted + before.prefer, **flags)) as policy:
         yield policy
+
+
+def known_op(preference: Preference) -> Preference:
+    """The preference, if its op exists; ValueError with the nearest names if not."""
+    from opkiln.ops import CATALOGUE  # ops need policies
+
+    op = preference[0]
+    if op != ANY_OP and op not in CATALOGUE:
+        raise ValueError(f"opkiln.use: no op {op!r}{nearest(op, CATALOGUE)}")
+    return preference

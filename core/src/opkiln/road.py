@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,12 @@ from torch.autograd import forward_ad
 
 from opkiln import policy as policies
 from opkiln.dispatch import PLANS, Plan, plan, remember, tensor_key
+from opkiln.errors import ArgumentError
+from opkiln.formula import checked_formula
 from opkiln.policy import Policy
 from opkiln.registry import REGISTRY
 from opkiln.schema import operator
 from opkiln.spec import OpSpec
-from opkiln.torch_backend import torch_formula
 
 Tensors = Sequence[torch.Tensor | None]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -118,24 +120,33 @@ def run(canonical: Canonical, tensors: Tensors, args: tuple[Any, ...], backend: 
     if not is_direct(tensors):
         return run_through_torch(canonical(*tensors, *args), backend)
     policy = policies.current()
-    key = (
-        canonical,
-        freeze(args),
-        backend,
-        policy,
-        REGISTRY.generation,
-        *[tensor_key(t) for t in tensors],
-    )
+    try:
+        key = (
+            REGISTRY.generation,
+            canonical,
+            freeze(args),
+            backend,
+            policy,
+            *[tensor_key(t) for t in tensors],
+        )
+    except Unkeyed:
+        return make_plan(canonical(*tensors, *args), call_policy(backend)).launch(*tensors)
     made = PLANS.get(key)
     if made is None:
+        REGISTRY.load()  # a process's first call was keyed before its plugins came
+        key = (REGISTRY.generation, *key[1:])
         made = remember(key, make_plan(canonical(*tensors, *args), call_policy(backend)))
     return made.launch(*tensors)
 
 
 def run_through_torch(bound: Bound, backend: str | None) -> Any:
-    no_formula = bound.spec.backward is None and bool(bound.spec.outputs)
-    if under_transform() or (no_formula and wants_gradient(bound.tensors)):
-        return torch_formula(*bound)
+    spec = bound.spec
+    for name, t in zip(spec.tensor_names, bound.tensors, strict=True):
+        if t is not None and t.layout is not torch.strided:
+            raise ArgumentError(f"{spec.name}: {name} has layout {t.layout}, allowed: strided")
+    only_formula = spec.backward is None and any(o.differentiable for o in spec.outputs)
+    if under_transform() or (only_formula and wants_gradient(bound.tensors)):
+        return checked_formula(*bound, call_policy(backend))
     return call_operator(bound, policy_of_trace(backend))
 
 
@@ -153,8 +164,22 @@ def make_plan(bound: Bound, policy: Policy) -> Plan:
     return plan(bound.spec, bound.tensors, bound.params, policy)
 
 
+class Unkeyed(Exception):
+    """An argument that cannot be a key: it may change, as a tensor does, or has no hash."""
+
+
+AS_THEY_ARE = frozenset({int, str, type(None)})
+
+
 def freeze(value: Any) -> Any:
-    """Lists as tuples, so that arguments can be a dictionary key."""
-    if type(value) in (list, tuple):
-        return tuple(map(freeze, value))
-    return value
+    """An argument as part of a key: lists as tuples; 1, 1.0 and True, which are equal, apart."""
+    kind = type(value)
+    if kind in AS_THEY_ARE:
+        return value
+    if kind is float or kind is bool:
+        return kind, value
+    if kind is tuple or kind is list or isinstance(value, (tuple, list)):
+        return tuple([freeze(v) for v in value])
+    if isinstance(value, Number):
+        return kind, value
+    raise Unkeyed

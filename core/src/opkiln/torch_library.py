@@ -13,6 +13,7 @@ import torch
 
 from opkiln.autograd import autograd_kernel
 from opkiln.dispatch import plan
+from opkiln.formula import AUTOCAST, autocast
 from opkiln.ops import CATALOGUE
 from opkiln.policy import Policy
 from opkiln.schema import NAMESPACE, operator, pack, schema, split
@@ -20,10 +21,6 @@ from opkiln.spec import Call, OpSpec
 
 BACKENDS = ("CPU", "CUDA")
 AUTOCAST_KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
-AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -61,21 +58,11 @@ def autocast_kernel(spec: OpSpec, device_type: str) -> Callable[..., Any]:
 
     def kernel(*args: Any, save: bool = False, policy: str = "") -> Any:
         n = len(spec.tensors)
-        dtype = {
-            "fp32": torch.float32,
-            "lower": torch.get_autocast_dtype(device_type),
-        }.get(spec.autocast or "")
-        cast = tuple(_cast(a, dtype) for a in args[:n])
+        cast = autocast(spec, args[:n], device_type)
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             return operator(spec)(*cast, *args[n:], save=save, policy=policy)
 
     return kernel
-
-
-def _cast(t: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or t is None or not t.is_floating_point() or t.dtype == torch.float64:
-        return t
-    return t.to(dtype)
 
 
 def register(spec: OpSpec) -> None:

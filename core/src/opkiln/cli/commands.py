@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from rich.table import Table
 
 import opkiln as library
 from opkiln import functional
-from opkiln.cli.values import nearest, parse_arguments
+from opkiln.cli.values import parse_arguments
 from opkiln.dispatch import FAMILY_DISTRIBUTION, Explanation, explain_call
-from opkiln.errors import ArgumentError
+from opkiln.errors import ArgumentError, nearest
 from opkiln.ops import CATALOGUE
 from opkiln.policy import current
 from opkiln.registry import REGISTRY
@@ -208,6 +209,9 @@ def conform(
     if backend not in REGISTRY.backends():
         raise click.UsageError(f"no backend {backend!r}{nearest(backend, REGISTRY.backends())}")
     names = [known_op(op) for op in ops] or None
+    room = file is None or (file.parent.is_dir() and os.access(file.parent, os.W_OK))
+    if file is not None and not (room or file.exists()):
+        raise click.UsageError(f"cannot write {file}: {file.parent} is no writable directory")
     try:
         report = conformance.conform(backend, names, device, big=big, jobs=jobs, finished=finished)
     except ArgumentError as error:

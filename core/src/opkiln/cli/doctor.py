@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from opkiln import policy
-from opkiln.cli.values import nearest
+from opkiln.errors import nearest
 from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY
 
@@ -33,8 +33,8 @@ def devices() -> list[str]:
 
 
 def wrong_preferences() -> list[str]:
-    """What OPKILN_BACKEND names and nobody has."""
-    problems = []
+    """What in OPKILN_BACKEND cannot be read, and what it names that nobody has."""
+    problems = [f"OPKILN_BACKEND: {problem}" for problem in policy.UNREADABLE]
     for op, names in policy.BASE.prefer:
         if op != policy.ANY_OP and op not in CATALOGUE:
             problems.append(f"OPKILN_BACKEND names the op {op!r}{nearest(op, CATALOGUE)}")

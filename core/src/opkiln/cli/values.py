@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from opkiln.errors import ArgumentError
+from opkiln.errors import ArgumentError, nearest
 
 DTYPES = {
     "f16": torch.float16,
@@ -24,15 +23,6 @@ DTYPES = {
 }
 TENSOR = re.compile(r"(\w+)\[([\d,\s]*)\]")
 WORDS = {"true": True, "false": False, "none": None}
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; the nearest are a, b`, or all that is known."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
-        return f"; the nearest are {', '.join(near)}" if near[1:] else f"; the nearest is {near[0]}"
-    return f"; known are {', '.join(known)}"
 
 
 def parse_value(text: str, device: torch.device, grad: bool) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opkiln.functional.arguments import bind, integer, real, tensor
+from opkiln.functional.arguments import bind, flag, integer, real
 from opkiln.road import Bound, run
 
 Tensor = torch.Tensor
@@ -24,12 +24,12 @@ def _batch_norm(
 ) -> Bound:
     return bind(
         "batch_norm",
-        tensor("batch_norm", "input", input),
+        input,
         running_mean,
         running_var,
         weight,
         bias,
-        training=bool(training),
+        training=flag("batch_norm", "training", training),
         momentum=real("batch_norm", "momentum", momentum),
         eps=real("batch_norm", "eps", eps),
     )
@@ -75,7 +75,7 @@ def _batch_norm_backward(
         weight,
         mean,
         rstd,
-        training=bool(training),
+        training=flag("batch_norm_backward", "training", training),
         output_mask=(True, True, True),
     )
 
@@ -106,7 +106,7 @@ def _group_norm(
 ) -> Bound:
     return bind(
         "group_norm",
-        tensor("group_norm", "input", input),
+        input,
         weight,
         bias,
         num_groups=integer("group_norm", "num_groups", num_groups),
@@ -145,12 +145,12 @@ def _instance_norm(
 ) -> Bound:
     return bind(
         "instance_norm",
-        tensor("instance_norm", "input", input),
+        input,
         running_mean,
         running_var,
         weight,
         bias,
-        use_input_stats=bool(use_input_stats),
+        use_input_stats=flag("instance_norm", "use_input_stats", use_input_stats),
         momentum=real("instance_norm", "momentum", momentum),
         eps=real("instance_norm", "eps", eps),
     )

@@ -62,7 +62,7 @@ def _conv(
     kernel = tensor(op, "weight", weight).shape[2:]
     return bind(
         op,
-        tensor(op, "input", input),
+        input,
         weight,
         bias,
         stride=strides,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opkiln.functional.arguments import bind, integer, real, tensor
+from opkiln.functional.arguments import bind, flag, integer, real, tensor
 from opkiln.road import Bound, run
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ def _mhc_pre(
         alpha_res=real(op, "alpha_res", alpha_res),
         sinkhorn_repeat=integer(op, "sinkhorn_repeat", sinkhorn_repeat),
         sinkhorn_eps=real(op, "sinkhorn_eps", sinkhorn_eps),
-        return_h_post=bool(return_h_post),
+        return_h_post=flag(op, "return_h_post", return_h_post),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opkiln.errors import ArgumentError
-from opkiln.functional.arguments import bind, integer, ints, tensor
+from opkiln.functional.arguments import bind, flag, integer, ints, tensor
 from opkiln.ops.pool.mean_pooling import count_chunks
 from opkiln.road import Bound, is_direct, run
 
@@ -20,9 +20,10 @@ OutputSize = int | None | Sequence[int | None]
 def _windows(op: str, ndim: int, kernel_size: Any, stride: Any, padding: Any) -> dict[str, Any]:
     """The canonical parameters that windows of every pool have; no stride: windows side by side."""
     kernel = ints(op, "kernel_size", kernel_size, ndim)
+    absent = stride is None or (isinstance(stride, tuple | list) and not stride)
     return {
         "kernel_size": kernel,
-        "stride": kernel if stride in (None, (), []) else ints(op, "stride", stride, ndim),
+        "stride": kernel if absent else ints(op, "stride", stride, ndim),
         "padding": ints(op, "padding", padding, ndim),
     }
 
@@ -40,10 +41,10 @@ def _max_pool(
     op = f"max_pool{ndim}d"
     return bind(
         f"{op}_indices" if return_indices else op,
-        tensor(op, "input", input),
+        input,
         **_windows(op, ndim, kernel_size, stride, padding),
         dilation=ints(op, "dilation", dilation, ndim),
-        ceil_mode=bool(ceil_mode),
+        ceil_mode=flag(op, "ceil_mode", ceil_mode),
     )
 
 
@@ -115,13 +116,16 @@ def _avg_pool(
 ) -> Bound:
     op = f"avg_pool{ndim}d"
     params = _windows(op, ndim, kernel_size, stride, padding)
-    params |= {"ceil_mode": bool(ceil_mode), "count_include_pad": bool(count_include_pad)}
+    params |= {
+        "ceil_mode": flag(op, "ceil_mode", ceil_mode),
+        "count_include_pad": flag(op, "count_include_pad", count_include_pad),
+    }
     if ndim > 1:
         given = divisor_override is not None
         params["divisor_override"] = (
             integer(op, "divisor_override", divisor_override) if given else None
         )
-    return bind(op, tensor(op, "input", input), **params)
+    return bind(op, input, **params)
 
 
 def avg_pool1d(
@@ -184,8 +188,8 @@ def avg_pool3d(
 
 def _output_size(op: str, input: Tensor, output_size: Any) -> tuple[int, ...]:
     """Two sizes; None keeps the input's."""
-    sizes = output_size if isinstance(output_size, Sequence) else (output_size,) * 2
-    if len(sizes) != 2 or tensor(op, "input", input).ndim < 2:
+    sizes = output_size if isinstance(output_size, tuple | list) else (output_size,) * 2
+    if tensor(op, "input", input).ndim < 2 or len(sizes) != 2:
         raise ArgumentError(
             f"{op}: output_size must be one int or two for an input [N, C, H, W], got "
             f"{output_size} for shape {list(input.shape)}"
@@ -236,7 +240,7 @@ def _mean_pooling(
     op = "mean_pooling"
     return bind(
         op,
-        tensor(op, "input", input),
+        input,
         cu_seqlens,
         chunk_size=integer(op, "chunk_size", chunk_size),
         num_chunks=None if num_chunks is None else integer(op, "num_chunks", num_chunks),
@@ -260,5 +264,6 @@ def mean_pooling(
     """
     tensors = (input, cu_seqlens)
     if num_chunks is None and cu_seqlens is not None and is_direct(tensors):
+        chunk_size = integer("mean_pooling", "chunk_size", chunk_size)
         num_chunks = count_chunks(input, cu_seqlens, max(chunk_size, 1))
     return run(_mean_pooling, tensors, (chunk_size, num_chunks), backend)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opkiln.functional.arguments import bind, integer, real, tensor
+from opkiln.functional.arguments import bind, flag, integer, real, tensor
 from opkiln.ops import CATALOGUE
 from opkiln.road import Bound, run
 
@@ -31,14 +31,15 @@ def _rope(
     params = {n: _number(op, n, v) for n, v in zip(names, numbers, strict=False)}
     params["rotary_dim"] = _rotary_dim(op, x, rotary_dim)
     params["offset"] = integer(op, "offset", offset)
-    return bind(f"{op}_inplace" if inplace else op, x, **params)
+    return bind(f"{op}_inplace" if flag(op, "inplace", inplace) else op, x, **params)
 
 
 def _rotary_dim(op: str, x: Tensor, rotary_dim: Any) -> int:
     """None: all channels."""
-    if tensor(op, "x", x).ndim == 0 or rotary_dim is not None:
+    channels = tensor(op, "x", x).shape[-1:]
+    if rotary_dim is not None:
         return integer(op, "rotary_dim", rotary_dim)
-    return x.shape[-1]
+    return channels[0] if channels else 0  # no dims: refused with the op's other shapes
 
 
 def _run(x: Tensor, args: tuple[Any, ...], inplace: bool, backend: str | None) -> Tensor:
@@ -150,9 +151,9 @@ def rope_longrope(
     if rescale_factors is None:
         width = _rotary_dim("rope_longrope", x, rotary_dim)
         rescale_factors = (1.0,) * (width // 2)
-    elif isinstance(rescale_factors, torch.Tensor):
+    elif isinstance(rescale_factors, torch.Tensor) and rescale_factors.ndim == 1:
         rescale_factors = rescale_factors.tolist()
-    elif not isinstance(rescale_factors, Sequence):
+    elif not isinstance(rescale_factors, tuple | list):
         raise TypeError(
             "rope_longrope: rescale_factors must be a list or a 1-D tensor, got "
             f"{type(rescale_factors).__name__}"
@@ -171,7 +172,7 @@ def _rope_neox_position_ids(
 ) -> Bound:
     op = "rope_neox_position_ids"
     return bind(
-        f"{op}_inplace" if inplace else op,
+        f"{op}_inplace" if flag(op, "inplace", inplace) else op,
         x,
         position_ids,
         max_position=integer(op, "max_position", max_position),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opkiln.functional.arguments import bind, real, shape, tensor
+from opkiln.functional.arguments import bind, flag, real, shape, tensor
 from opkiln.road import Bound, run
 
 Tensor = torch.Tensor
@@ -18,7 +18,7 @@ def _layer_norm(
 ) -> Bound:
     return bind(
         "layer_norm",
-        tensor("layer_norm", "input", input),
+        input,
         weight,
         bias,
         normalized_shape=shape("layer_norm", "normalized_shape", normalized_shape),
@@ -93,9 +93,9 @@ def _fused_add_layer_norm(
 ) -> Bound:
     op = "fused_add_layer_norm"
     return bind(
-        f"{op}_inplace" if inplace else op,
-        tensor(op, "input", input),
-        tensor(op, "residual", residual),
+        f"{op}_inplace" if flag(op, "inplace", inplace) else op,
+        input,
+        residual,
         weight,
         bias,
         normalized_shape=shape(op, "normalized_shape", normalized_shape),
@@ -124,7 +124,7 @@ def fused_add_layer_norm(
     want a gradient, overlap each other or are expanded.
     """
     tensors = (input, residual, weight, bias)
-    outs = run(_fused_add_layer_norm, tensors, (normalized_shape, eps, bool(inplace)), backend)
+    outs = run(_fused_add_layer_norm, tensors, (normalized_shape, eps, inplace), backend)
     return (input, residual) if inplace else outs
 
 
@@ -138,9 +138,9 @@ def _fused_add_rms_norm(
 ) -> Bound:
     op = "fused_add_rms_norm"
     return bind(
-        f"{op}_inplace" if inplace else op,
-        tensor(op, "input", input),
-        tensor(op, "residual", residual),
+        f"{op}_inplace" if flag(op, "inplace", inplace) else op,
+        input,
+        residual,
         weight,
         normalized_shape=shape(op, "normalized_shape", normalized_shape),
         eps=real(op, "eps", eps),
@@ -159,7 +159,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(input + residual), input + residual). As fused_add_layer_norm, without a bias."""
     tensors = (input, residual, weight)
-    outs = run(_fused_add_rms_norm, tensors, (normalized_shape, eps, bool(inplace)), backend)
+    outs = run(_fused_add_rms_norm, tensors, (normalized_shape, eps, inplace), backend)
     return (input, residual) if inplace else outs
 
 
@@ -169,7 +169,7 @@ def _ada_layer_norm(
     op = "ada_layer_norm"
     return bind(
         op,
-        tensor(op, "input", input),
+        input,
         scale,
         shift,
         eps=real(op, "eps", eps),
@@ -203,7 +203,7 @@ def _ada_layer_norm_zero(
     op = "ada_layer_norm_zero"
     return bind(
         op,
-        tensor(op, "input", input),
+        input,
         scale,
         shift,
         gate,

@@ -58,6 +58,7 @@ CONV: tuple[
     ),
     ("weight_strided", 4, 6, (3, 3, 3), {}, dict(weight_layout="strided"), {}),
     ("nan", 3, 4, (3, 3, 3), dict(padding=1), dict(fill="one nan"), {}),
+    ("inf", 3, 4, (3, 3, 3), dict(padding=1), dict(fill="one inf"), {}),
     ("large", 3, 4, (3, 3, 3), dict(padding=1), dict(fill="large"), dict(dtypes=(BF16, F32))),
 )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opkiln.conformance.cases import ALL, F32, Row, row
+from opkiln.conformance.cases import ALL, BF16, F32, F64, Row, row
 from opkiln.conformance.tensors import T, t
 
 COMPLEX = torch.complex64
@@ -35,6 +35,8 @@ FFT = (
     row("empty", ALL, input=t(0, 32)),
     row("large", (COMPLEX,), input=t(3, 64, fill="large")),
     row("zeros", (COMPLEX,), input=t(3, 64, fill="zeros")),
+    # NaN in both parts: in one, a sum without products would leave the other finite.
+    row("nan", ALL, input=t(3, 64, fill="one nan")),
 )
 
 
@@ -78,14 +80,26 @@ MHC_PRE = (
     mhc_pre("padded", layout="padded", condition=20.0),
     mhc_pre("transposed", layout="transposed", condition=20.0),
     mhc_pre("shifted", layout="shifted", condition=20.0),
+    mhc_pre("strided", layout="strided", condition=20.0),
+    mhc_pre("expanded", layout="expanded", condition=20.0),
+    mhc_pre("large", fill="large", condition=20.0),
+    mhc_pre("nan", fill="one nan", condition=20.0),
+    mhc_pre("inf", fill="one inf", condition=20.0),
     mhc_pre("empty", batch=0),
 )
 
 
-def mhc_post(label: str, batch: int = 3, n: int = 4, c: int = 24, **how: str) -> Row:
+def mhc_post(
+    label: str,
+    dtypes: tuple[torch.dtype, ...] = ALL,
+    batch: int = 3,
+    n: int = 4,
+    c: int = 24,
+    **how: str,
+) -> Row:
     return row(
         label,
-        ALL,
+        dtypes,
         upstream=how.get("layout", "contiguous"),
         x_layer_out=t(batch, c, **how),
         h_post=t(batch, n, wide=True),
@@ -104,22 +118,31 @@ MHC_POST = (
     mhc_post("shifted", layout="shifted"),
     mhc_post("expanded", layout="expanded"),
     mhc_post("nan", fill="nan"),
+    mhc_post("inf", fill="one inf"),
+    mhc_post("large", (BF16, F32, F64), fill="large"),  # a product overflows float16
     mhc_post("empty", batch=0),
 )
 
 
-def topk(label: str, scores: T, k: int, starts: list[int], ends: list[int]) -> Row:
+def topk(
+    label: str,
+    scores: T,
+    k: int,
+    starts: list[int],
+    ends: list[int],
+    dtypes: tuple[torch.dtype, ...] = (F32,),
+) -> Row:
     batch, queries = scores.shape[:2]
 
     def bounds(values: list[int]) -> T:
         repeated = [values[i % len(values)] for i in range(batch * queries)]
         return T((batch, queries), dtype=torch.int32, values=repeated)
 
-    return row(label, (F32,), scores=scores, starts=bounds(starts), ends=bounds(ends), topk=k)
+    return row(label, dtypes, scores=scores, starts=bounds(starts), ends=bounds(ends), topk=k)
 
 
 TOPK = (
-    topk("odd", t(2, 3, 45, 2), 7, [0, 3], [45, 40]),
+    topk("odd", t(2, 3, 45, 2), 7, [0, 3], [45, 40], ALL),
     topk("one_head", t(1, 4, 256, 1), 16, [0], [256]),
     topk("k1", t(1, 3, 33, 2), 1, [0], [33]),
     topk("all", t(1, 3, 12, 2), 12, [0], [12]),
@@ -132,10 +155,12 @@ TOPK = (
     topk("negative", t(1, 3, 64, 1, fill="negative"), 10, [0], [64]),
     topk("inf", t(1, 3, 120, 1, fill="inf"), 6, [0, 1], [120]),
     topk("nan", t(1, 3, 120, 1, fill="nan"), 6, [0, 1], [120]),
+    topk("large", t(1, 3, 64, 1, fill="large"), 10, [0], [64]),
     topk("wide", t(1, 2, 5000, 1), 1000, [0, 11], [5000, 4990]),
     topk("transposed", t(1, 3, 20, 4, layout="transposed"), 5, [0], [20]),
     topk("strided", t(1, 3, 20, 4, layout="strided"), 5, [0], [20]),
     topk("padded", t(1, 3, 20, 4, layout="padded"), 5, [0], [20]),
+    topk("shifted", t(1, 3, 20, 4, layout="shifted"), 5, [0], [20]),
     topk("expanded", t(2, 3, 20, 4, layout="expanded"), 5, [0, 3], [20]),
     topk("empty_batch", t(0, 3, 20, 4), 5, [0], [20]),
 )

@@ -128,8 +128,11 @@ BATCH_NORM: tuple[tuple[str, tuple[int, ...], bool, str, str, dict[str, Any]], .
     ("train_shifted", (3, 4, 16), True, "normal", "shifted", dict(upstream="shifted")),
     ("train_expanded", (3, 4, 10), True, "normal", "expanded", {}),
     ("eval_empty", (0, 3, 4, 4), False, "normal", "contiguous", {}),
+    ("train_empty", (0, 3, 4, 4), True, "normal", "contiguous", {}),
+    ("train_empty_planes", (2, 3, 0), True, "normal", "contiguous", {}),
     ("eval_nan", (2, 3, 20), False, "nan", "contiguous", {}),
     ("train_nan", (2, 3, 20), True, "one nan", "contiguous", {}),
+    ("eval_inf", (2, 3, 20), False, "one inf", "contiguous", {}),
     ("train_large", (4, 2, 36), True, "large", "contiguous", dict(dtypes=THREE)),
     (
         "train_mean500",
@@ -163,6 +166,10 @@ def batch_norm_rows() -> tuple[Row, ...]:
     return (
         *made,
         Row("train_no_running", base.arguments).having(running_mean=None, running_var=None),
+        # Without running statistics: whether their mean is inf or NaN depends on the algorithm.
+        Row("train_inf", base.arguments, grad=False).having(
+            input=t(3, 5, 4, 3, fill="one inf"), running_mean=None, running_var=None
+        ),
         Row("train_no_affine", base.arguments).having(weight=None, bias=None),
         Row("train_no_bias", base.arguments, (F32,)).having(bias=None),
         Row("train_momentum", base.arguments, (F32,)).having(momentum=0.7, eps=0.25),

@@ -106,6 +106,7 @@ ADAPTIVE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
     ("expanded", (3, 3), dict(layout="expanded"), dict(upstream="constant")),
     ("channels_last", (4, 3), dict(layout="channels_last"), dict(upstream="channels_last")),
     ("nan", (4, 3), dict(fill="nan"), {}),
+    ("inf", (4, 3), dict(fill="one inf"), {}),
     ("large", (2, 2), dict(fill="large"), {}),
     ("ties", (4, 3), dict(fill="ties"), {}),
 )

@@ -29,6 +29,7 @@ ROPE: tuple[tuple[str, tuple[int, ...], str, str, dict[str, Any], dict[str, Any]
     ("batch_last", (3, 5, 2, 16), "batch_last", "normal", {}, {}),
     ("empty", (0, 5, 2, 16), "contiguous", "normal", {}, {}),
     ("nan", (9, 48), "contiguous", "nan", {}, {}),
+    ("inf", (9, 48), "contiguous", "one inf", dict(offset=5), {}),  # sin(0) * inf would be NaN
     ("large", (9, 48), "contiguous", "large", {}, {}),
 )
 
@@ -45,6 +46,16 @@ def rope_rows(**options: Any) -> tuple[Row, ...]:
         x = t(*shape, layout=layout, fill=fill)
         made.append(row(label, condition=reach, **how, x=x, **values))
     return tuple(made)
+
+
+def bands(rule: dict[str, Any], **bounds: float) -> tuple[Row, ...]:
+    """A row for each bound of a rule's bands, off its default. 64 columns over 64 positions: the
+    first pair turns 10 times, the tenth once.
+    """
+    x = t(2, 29, 2, 64)
+    return tuple(
+        Row(name, {"x": x, **rule, name: value}, condition=29.0) for name, value in bounds.items()
+    )
 
 
 IDS = [0, 5, 1, 1, 99, 63, 64]
@@ -75,6 +86,8 @@ POSITION_IDS = tuple(
         ("expanded", t(7, 3, 16, layout="expanded"), integers(IDS), {}, dict(upstream="constant")),
         ("empty", t(0, 3, 16), integers([]), {}, {}),
         ("nan", t(7, 3, 16, fill="nan"), integers(IDS), {}, {}),
+        ("inf", t(6, 3, 16, fill="one inf"), integers(IDS[1:]), {}, {}),
+        ("large", t(7, 3, 16, fill="large"), integers(IDS), {}, {}),
     )
 )
 
@@ -82,8 +95,24 @@ POSITION_IDS = tuple(
 TABLES = {
     "rope_neox": ("rope_neox", rope_rows()),
     "rope_non_neox": ("rope_non_neox", rope_rows()),
-    "rope_llama31": ("rope_llama31", rope_rows(scale_factor=8.0, original_max_position=64)),
-    "rope_yarn": ("rope_yarn", rope_rows(scale=4.0, original_max_position=64, attn_factor=1.25)),
+    "rope_llama31": (
+        "rope_llama31",
+        (
+            *rope_rows(scale_factor=8.0, original_max_position=64),
+            *bands(
+                dict(scale_factor=8.0, original_max_position=64),
+                low_freq_factor=0.25,
+                high_freq_factor=8.0,
+            ),
+        ),
+    ),
+    "rope_yarn": (
+        "rope_yarn",
+        (
+            *rope_rows(scale=4.0, original_max_position=64, attn_factor=1.25),
+            *bands(dict(scale=4.0, original_max_position=64), beta_fast=4.0, beta_slow=0.25),
+        ),
+    ),
     "rope_longrope": (
         "rope_longrope",
         rope_rows(

@@ -161,9 +161,9 @@ def check(call: Call) -> None:
         )
     for what in ("stride", "dilation"):
         if any(v < 1 for v in getattr(p, what)):
-            raise ArgumentError(f"{name}: {what} must be positive, got {getattr(p, what)}")
+            raise ArgumentError(f"{name}: {what} must be positive, got {list(getattr(p, what))}")
     if any(v < 0 for v in p.padding):
-        raise ArgumentError(f"{name}: padding must not be negative, got {p.padding}")
+        raise ArgumentError(f"{name}: padding must not be negative, got {per_dim(p.padding)}")
     if any(size < 1 for size in (*w, *x[-n - 1 :])):
         raise ArgumentError(
             f"{name}: only the batch may be empty, got input {list(x)} and weight {list(w)}"
@@ -171,9 +171,15 @@ def check(call: Call) -> None:
     check_groups(call)
     if any(size < 1 for size in output_sizes(call)):
         raise ArgumentError(
-            f"{name}: the kernel {list(w[2:])} with dilation {p.dilation} is larger than the input "
-            f"{list(x[-n:])} with padding {p.padding}"
+            f"{name}: the kernel {list(w[2:])} with dilation {list(p.dilation)} is larger than the "
+            f"input {list(x[-n:])} with padding {per_dim(p.padding)}"
         )
+
+
+def per_dim(padding: Ints) -> list[Any]:
+    """Padding as a user writes it: one number a dim, or a pair where its two sides differ."""
+    pairs = zip(padding[::2], padding[1::2], strict=True)
+    return [before if before == after else (before, after) for before, after in pairs]
 
 
 def check_groups(call: Call) -> None:

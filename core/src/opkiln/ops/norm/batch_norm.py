@@ -64,8 +64,10 @@ def update_running(
     mean: torch.Tensor,
     momentum: float,
 ) -> None:
-    """Move the running statistics towards the batch's mean and unbiased variance."""
-    if running_mean is None or running_var is None:
+    """Move the running statistics towards the batch's mean and unbiased variance; an empty batch
+    leaves them alone, as torch's does.
+    """
+    if running_mean is None or running_var is None or x.numel() == 0:
         return
     count = x.numel() // x.shape[1]
     dims = (0, *range(2, x.ndim))
@@ -124,7 +126,7 @@ def check(call: Call) -> None:
     if t.running_mean is not None and t.running_mean.dtype != t.running_var.dtype:
         raise ArgumentError("batch_norm: running_mean and running_var must have one dtype")
     count = math.prod((t.input.shape[0], *t.input.shape[2:]))
-    if p.training and count <= 1:
+    if p.training and count == 1:
         raise ArgumentError(
             "batch_norm: expected more than 1 value per channel when training, "
             f"got input of shape {list(t.input.shape)}"

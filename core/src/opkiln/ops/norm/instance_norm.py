@@ -69,8 +69,10 @@ def update_running(
     mean: torch.Tensor,
     momentum: float,
 ) -> None:
-    """Move the running statistics towards the batch's average of the planes' statistics."""
-    if running_mean is None or running_var is None:
+    """Move the running statistics towards the batch's average of the planes' statistics; an empty
+    batch leaves them alone.
+    """
+    if running_mean is None or running_var is None or x.numel() == 0:
         return
     count = math.prod(x.shape[2:])
     var = (x - mean).square().sum(tuple(range(2, x.ndim))) / (count - 1)

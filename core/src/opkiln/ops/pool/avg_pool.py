@@ -130,7 +130,7 @@ def backward_native(
 def check(call: Call) -> None:
     check_window(call)
     if getattr(call.params, "divisor_override", None) == 0:
-        raise ArgumentError(f"{call.spec.name}: divisor_override must not be zero")
+        raise ArgumentError(f"{call.spec.name}: divisor_override must not be zero, got 0")
 
 
 def avg_pool_specs(ndim: int) -> tuple[OpSpec, OpSpec]:
