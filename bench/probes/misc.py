@@ -102,33 +102,13 @@ def mhc_post_candidates(row: Row) -> Candidates:
 
 
 def mhc_pre_candidates(row: Row) -> Candidates:
-    from opkiln_misc import mhc_pre, mhc_pre_cluster
+    from opkiln_misc.mhc_pre import Tiling
 
-    batch = row.sizes[0]
-    two = [
-        mhc_pre.Tiling(1, threads, unroll, mix, size, overlap)
-        for threads, unroll, mix, size in [
-            (256, 2, 160, 16), (256, 2, 160, 4), (256, 2, 96, 8), (256, 4, 160, 4), (128, 4, 160, 4)
-        ]
-        for overlap in (False, True)
-    ]  # fmt: skip
-    one = [
-        mhc_pre_cluster.Tiling(*t)
-        for t in dict.fromkeys([
-            (1, 16, 512, 5, 4), (1, 16, 512, 10, 4), (1, 16, 480, 8, 4), (1, 16, 1024, 5, 4),
-            (1, 16, 1024, 3, 4), (1, 16, 256, 10, 4), (1, 16, 512, 5, 8), (1, 8, 1024, 5, 4),
-            (1, 8, 512, 10, 8), (batch, 16, 512, 10, 4),
-        ])
-    ]  # fmt: skip
-    found: Candidates = {
-        f"two {t.rows} rows, {t.threads} x {t.unroll}, mix {t.mix_threads} of {t.mix_bytes} B"
-        f"{', overlap' * t.overlap}": ("mhc_pre", {"tiling": t})
-        for t in two
+    sizes = [(1, 512, 10), (1, 256, 10), (1, 512, 5), (1, 1024, 5), (row.sizes[0], 512, 8)]
+    return {
+        f"{t.rows} rows, {t.threads} x {t.unroll}": ("mhc_pre", {"tiling": t})
+        for t in dict.fromkeys(Tiling(*s) for s in sizes)
     }
-    for c in one:
-        name = f"cluster {c.cluster}, {c.rows} rows, {c.threads} x {c.unroll}, {c.mix_bytes} B"
-        found[name] = ("mhc_pre_cluster", {"tiling": c})
-    return found
 
 
 def named(tilings: list[Any]) -> Candidates:

@@ -78,11 +78,12 @@ def row_norms() -> Iterator[Case]:
 
     # A plan is kept by shape, so every tiling has a number of rows of its own.
     for rows, use in zip(
-        (300, 301, 302),
+        (300, 301, 302, 303),
         (
             {"cluster": 2, "threads": 128, "vectors": 2},
             {"cluster": 4, "threads": 64, "vectors": 2, "persistent": True, "prefetch": True},
             {"cluster": 2, "threads": 128, "vectors": 2, "ring": 2, "persistent": True},
+            {"cluster": 2, "threads": 128, "vectors": 2, "ring": 1, "persistent": True},
         ),
         strict=True,
     ):
@@ -120,7 +121,7 @@ def channel_norms() -> Iterator[Case]:
         ("team", (4, 6, 16, 32), {"vector_bytes": 16, "team_warps": 1, "teams": 4, "vectors": 8}),
         ("team", (3, 6, 16, 32), {
             "vector_bytes": 16, "team_warps": 2, "teams": 1, "vectors": 4, "cluster": 2}),
-        ("columns", (24, 64), {"warps": 8, "rows": 4}),
+        ("columns", (24, 64), {"warps": 8, "rows": 4, "lanes": 32}),
         ("ring", (2, 3, 128, 256), {"threads": 128, "registers": 1, "shared": 1, "groups": 2}),
     ]  # fmt: skip
     for kind, shape, use in uses:
@@ -267,15 +268,10 @@ def misc() -> Iterator[Case]:
             "alpha_pre": 1.0, "alpha_post": 1.0, "alpha_res": 1.0, "sinkhorn_repeat": 2,
             "sinkhorn_eps": 0.02, "return_h_post": True,
         }  # fmt: skip
-        for module, tiling in (
-            ("mhc_pre", (1, 256, 2, 160, 4, True)),
-            ("mhc_pre", (4,)),
-            ("mhc_pre_cluster", (1,)),
-            ("mhc_pre_cluster", (4, 8)),
-        ):
+        for tiling in ((1, 512, 10), (1, 256, 10), (4, 512, 8), (4, 256, 8, 8)):
             yield (
-                f"{module} {tiling} {name}",
-                lambda t=[phi, x, b], p=params, m=module, g=tiling: direct("mhc_pre", m, t, p, g),
+                f"mhc_pre {tiling} {name}",
+                lambda t=[phi, x, b], p=params, g=tiling: direct("mhc_pre", "mhc_pre", t, p, g),
             )
     for kv, k in ((20000, 1024), (20001, 100), (900, 1024)):
         scores = {
@@ -319,6 +315,7 @@ def convs() -> Iterator[Case]:
         (64, 96, 1, 1, 0),
         (3, 64, 3, 2, 1),
         (64, 64, 3, 2, 1),
+        (128, 128, 3, 2, 1),  # of the table: patch, in clusters of 8
     ):
         x, w, b = on_gpu(2, c_in, 28, 28), on_gpu(c_out, c_in, k, k), on_gpu(c_out)
         yield (

@@ -197,8 +197,6 @@ inline void expect_bytes(u64* arrivals, u32 bytes) { *arrivals = bytes; }
 inline void wait_for_bytes(u64* arrivals) {
     while (*arrivals) cpu::yield();
 }
-inline void let_next_kernel_start() {}
-inline void wait_for_kernel_before() {}
 template <typename T>
 T* peer(T* pointer, u32 rank) {
     const size_t offset = reinterpret_cast<unsigned char*>(pointer) - dynamic_shared();

@@ -10,7 +10,7 @@ from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_misc import fft as fft_module
-from opkiln_misc import mhc_pre_cluster
+from opkiln_misc import mhc_pre
 from opkiln_misc.plugin import MODULES, planner
 from opkiln_misc.sources import source
 
@@ -69,12 +69,16 @@ def test_an_fft_over_a_cluster_compiles_without_spills(
     assert local_bytes(source("fft"), step.macros, tmp_path) == 0
 
 
-@pytest.mark.parametrize("row", ["pre", "pre-8-streams"])
-def test_mhc_pre_in_clusters_compiles_without_spills(row, tmp_path):
-    op, tensors, params = ROWS[row]
-    call = Call.of(CATALOGUE[op], tensors, params, real=False)
-    plan = mhc_pre_cluster.plan_for(call)
-    assert local_bytes(source("mhc_pre_cluster"), plan.macros, tmp_path) == 0
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("streams", [4, 7, 8])
+@pytest.mark.parametrize("width", [5120, 10240])
+def test_mhc_pre_compiles_without_spills(batch, streams, width, tmp_path):
+    m = streams * streams + 2 * streams
+    width -= width % (2 * streams)
+    tensors = [meta(width, m), meta(batch, width, dtype=torch.bfloat16), meta(m)]
+    plan = mhc_pre.plan_for(Call.of(CATALOGUE["mhc_pre"], tensors, MHC, real=False))
+    assert plan.macros["ROWS"] == (1 if batch == 1 else 4)
+    assert local_bytes(source("mhc_pre"), plan.macros, tmp_path) == 0
 
 
 def local_bytes(text: str, macros: dict, folder: Path) -> int:

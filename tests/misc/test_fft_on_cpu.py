@@ -90,7 +90,9 @@ def planned(transforms: int, dtype: torch.dtype, policy: Policy) -> fft.Step:
 
 @pytest.mark.parametrize(("transforms", "cluster"), [(1, 8), (16, 8), (64, 2), (67, 1)])
 def test_few_transforms_take_clusters(transforms, cluster):
-    assert planned(transforms, C64, Policy()).cluster == cluster
+    step = planned(transforms, C64, Policy())
+    assert step.cluster == cluster
+    assert step.macros["ASYNC"] == (cluster == 8)
     assert planned(transforms, C64, Policy(batch_invariant=True)).cluster == 1
 
 

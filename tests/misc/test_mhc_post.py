@@ -4,7 +4,7 @@ import pytest
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_misc.mhc_post import Tiling, layout, prepare, rule
+from opkiln_misc.mhc_post import Tiling, layout, prepare, rule, tiling_of
 from opkiln_misc.plugin import supports_mhc_post
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,6 +46,23 @@ def test_blocks(block_c, fixed):
 def test_one_row_takes_more_ctas():
     assert rule(1).block_c < rule(2).block_c
     run(random(1, 200), random(1, 4), random(1, 800))
+
+
+def test_the_table_serves_dense_tensors_of_the_measured_sizes():
+    def chosen(batch: int, pitch: int) -> Tiling:
+        sizes = (batch, 4 * 2560)
+        res = torch.empty(batch, pitch, dtype=BF16, device="meta")[:, : sizes[1]]
+        layer = torch.empty(batch, 2560, dtype=BF16, device="meta")
+        h = torch.empty(batch, 4, device="meta")
+        return tiling_of(Call.of(CATALOGUE["mhc_post"], [layer, h, res], {}, real=False))
+
+    assert chosen(2, 10240).fixed and chosen(2, 10240) == chosen(4, 10240)
+    assert chosen(4, 10256) == rule(4)
+
+
+@pytest.mark.parametrize("columns", [1920, 2560])
+def test_sizes_of_the_table(columns):
+    run(random(2, columns, dtype=F16), random(2, 4), random(2, 4 * columns, dtype=F16))
 
 
 STRIDES = {

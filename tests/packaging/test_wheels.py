@@ -11,7 +11,7 @@ import pytest
 FAMILIES = ("norm", "conv", "pool", "rope", "misc")
 DISTRIBUTIONS = ("opkiln", *(f"opkiln-{f}" for f in FAMILIES), "opkiln-bench")
 DATA_FILES = {
-    "opkiln-norm": "opkiln_norm/tuning/sm90.json",
+    **{f"opkiln-{f}": f"opkiln_{f}/tuning/sm90.json" for f in ("norm", "conv", "pool", "misc")},
     "opkiln-bench": "opkiln_bench/conf/rows/rms_norm.yaml",
 }
 

@@ -5,7 +5,6 @@ from importlib import resources
 
 SHARED = {
     "mhc_pre": ["mhc_gates.cuh"],
-    "mhc_pre_cluster": ["mhc_gates.cuh"],
     "topk": ["topk_ring.cuh", "topk_select.cuh"],
 }
 

@@ -23,10 +23,6 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.alig
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Of two kernels launched to overlap: the first lets the second start, the second waits for the first to end.
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // The same place in the shared memory of another CTA of the cluster.
 template <typename T>
 DEVICE T* peer(T* pointer, u32 rank) {

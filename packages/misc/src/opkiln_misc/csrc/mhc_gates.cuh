@@ -1,4 +1,4 @@
-// What the kernels of mhc_pre have in common: the products with phi, and the gates of a row.
+// What mhc_pre is made of: the products with phi, the gates of a row, the mixing of its streams.
 //
 // Macros: N; ROWS: of x that share a load of phi; THREADS; UNROLL: rows of phi in flight a thread; PHI_VECTOR,
 // X_VECTOR: elements of phi, and of x and the outputs, that are loaded at once (1: any strides, else dense and
