@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import common
@@ -14,48 +13,29 @@ from opkiln_norm.row_cluster import ClusterTiling  # noqa: E402
 from opkiln_norm.row_plan import Tiling  # noqa: E402
 from row_tilings import AnyTiling, cluster_tilings, decode_tilings  # noqa: E402
 
-LEVEL = (65536, 262144)  # rows that are not behind
-SHARED_BYTES = 213000  # of an SM for x, beside what the sums take
-REGISTERS = 65536  # of an SM
-
 
 def second(row: Any) -> list[AnyTiling]:
     """Few tilings of each design, those first that the row has now."""
     size = row.n * row.itemsize
     if row.rows <= row_plan.FEW_ROWS:
-        found: list[AnyTiling] = [*decode_tilings(row)]
+        found: list[AnyTiling] = [t for t in decode_tilings(row) if not row.adds or not t.packed]
         found += cluster_tilings(row) if row.op in row_cluster.OPS else []
     elif size <= 4096:
         found = short(row)
     elif size <= row_plan.RESIDENT_BYTES:
-        found = [*twice(row), *shared(row)]
+        found = [*twice(row)]
         found += [ClusterTiling(1, 1024, size // 16384, 2)] if size >= 32768 else []
     else:
-        found = [*long(row), *shared(row), *rings(row)]
+        found = [*long(row), *rings(row)]
     return list(dict.fromkeys(found))
 
 
 def short(row: Any) -> list[AnyTiling]:
-    """Triton's best, persistent, and a CUDA warp for one or several rows."""
+    """Triton's best, persistent."""
     chunks = row.n // row.warp
     best = Tiling(row.warp, 1, 2, chunks, programs_per_sm=32, stages=3, preload=True)
     more = [replace(best, block_m=m, programs_per_sm=p) for m, p in ((4, 24), (4, 32), (2, 28))]
-    found: list[AnyTiling] = [best, *more]
-    for threads, pack, warps in product((128, 256), (1, 2, 4), (16, 24, 32, 48)):
-        vectors = row.n * row.itemsize // 512
-        # x, w and about 24 more, as ptxas says
-        registers = 4 * vectors * (pack + 1) + 30 + 8 * (pack == 4)
-        if warps * 32 * registers > REGISTERS or warps * 32 % threads:
-            continue
-        plain = ClusterTiling(1, threads, vectors, warps * 32 // threads, weight_at=1, pack=pack)
-        found.append(replace(plain, persistent=True))
-        if warps in (32, 48):
-            found += [
-                plain,
-                replace(plain, stream=True),
-                replace(plain, persistent=True, first=True),
-            ]
-    return found
+    return [best, *more]
 
 
 def twice(row: Any) -> list[AnyTiling]:
@@ -86,36 +66,11 @@ def long(row: Any) -> list[AnyTiling]:
     return [tail, whole, replace(whole, evict="evict_first"), replace(whole, store_cache=".cs")]
 
 
-def shared(row: Any) -> list[AnyTiling]:
-    """Rows in shared memory: one CTA an SM, or several out of step; a cluster or none."""
-    size = row.n * row.itemsize
-    found: list[AnyTiling] = []
-    for cluster, threads in product((1, 2, 4, 8), (256, 512, 1024)):
-        vectors = size // (16 * cluster * threads)
-        if vectors not in (2, 4, 8, 16) or (cluster > 1 and cluster * 65536 > size):
-            continue
-        kept = 4 if vectors == 16 else 0
-        resident = min(SHARED_BYTES // ((vectors - kept) * threads * 16), 2048 // threads)
-        if resident * threads < 1024:
-            continue
-        few = max(vectors // 4, 1)
-        whole = ClusterTiling(
-            cluster, threads, vectors, resident, shared=vectors - kept, flight=vectors
-        )
-        loops = replace(whole, persistent=True)
-        found += [whole, replace(whole, flight=few), replace(loops, prefetch=True)]
-        found += [replace(loops, flight=few, first=True)]
-        if row.n not in LEVEL:
-            found += [replace(whole, first=True), loops]
-    return found
-
-
 def rings(row: Any) -> list[AnyTiling]:
-    """Fewer bytes under way than 192 KB an SM; x leaving L2 first."""
+    """Fewer bytes under way than 192 KB an SM."""
     slices = row.n * row.itemsize // 65536
     best = ClusterTiling(slices, 512, 8, persistent=True, weight_at=1, ring=3)
     found: list[AnyTiling] = [best, replace(best, ring=2), replace(best, ring=1)]
-    found += [replace(best, first=True), replace(best, ring=2, first=True)]
     if 2 * slices <= 16:
         two = replace(best, cluster=2 * slices, threads=256, resident=2)
         found += [two, replace(two, ring=2), replace(two, ring=1)]

@@ -20,9 +20,6 @@ DECODE = ClusterTiling(2, 64, 1, weight_at=1)
 LONG = ClusterTiling(2, 64, 2, persistent=True, weight_at=2, prefetch=True)
 RING = ClusterTiling(2, 64, 2, persistent=True, weight_at=1, ring=3)
 RING_ALONE = dataclasses.replace(RING, cluster=1, ring=2, stream=True)
-SHARED = ClusterTiling(2, 64, 4, persistent=True, prefetch=True, shared=3, flight=4, first=True)
-PACED = ClusterTiling(1, 64, 8, shared=6, flight=2)
-WARP = ClusterTiling(1, 64, 2, persistent=True, weight_at=1, pack=2)
 OPS = pytest.mark.parametrize("op", row_cluster.OPS)
 PLAIN = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 ON_GPU = pytest.mark.skipif(
@@ -122,49 +119,12 @@ def test_ring_plan(op, use_tiling):
     assert row_cluster.plan_for(added) is None
 
 
-@PLAIN
-@pytest.mark.parametrize(
-    ("tiling", "kernel", "n", "shared_bytes"),
-    [
-        (SHARED, "row_shared", 4096, 3 * 64 * 16 + 16),
-        (PACED, "row_shared", 4096, 6 * 64 * 16 + 16),
-        (WARP, "row_warp", 512, 0),
-    ],
-)
-def test_other_plans(op, tiling, kernel, n, shared_bytes, use_tiling):
-    """A row that fills what the kernel has for it; one vector more goes to Triton."""
-    x = random(5, n, dtype=F16)
-    use_tiling(op, 2, n, tiling)
-    plan = row_cluster.plan_for(make_call(op, x))
-    assert (plan.tiling.kernel, plan.even, plan.shared_bytes) == (kernel, True, shared_bytes)
-    use_tiling(op, 2, n + 8, tiling)
-    assert row_cluster.plan_for(make_call(op, random(5, n + 8, dtype=F16))) is None
-    use_tiling(f"fused_add_{op}", 2, n, tiling)
-    assert row_cluster.plan_for(make_call(f"fused_add_{op}", x)) is None
-
-
-def test_grid_of_a_warp_for_several_rows(use_tiling, monkeypatch):
-    """Two warps of two rows a CTA: three CTAs for nine rows."""
-    grids: list[Any] = []
-
-    class Recorder:
-        def configure(self, grid: Any, *_: Any) -> Any:
-            grids.append(grid)
-
-    monkeypatch.setattr(cuda, "why_not", lambda device, extra: None)
-    monkeypatch.setattr(cuda, "load", lambda *_: Recorder())
-    use_tiling("rms_norm", 2, 512, dataclasses.replace(WARP, persistent=False))
-    row_cluster.prepare(make_call("rms_norm", random(9, 512, dtype=F16)))
-    assert grids == [(3, 1, 1)]
-
-
 RULED = {  # id: (rows, columns, weight's dtype, cluster, or None for Triton's)
     "128-KB": (200, 65536, F16, 2),
     "between": (200, 65544, F16, 4),
     "1-MB": (129, 524288, F16, 16),
     "longer": (129, 524296, F16, None),
     "resident": (200, 32768, F16, None),
-    "few": (128, 65536, F16, None),
     "wider-weight": (200, 65536, F32, None),
     "no-weight": (200, 65536, None, 2),
 }
@@ -172,7 +132,7 @@ RULED = {  # id: (rows, columns, weight's dtype, cluster, or None for Triton's)
 
 @pytest.mark.parametrize("case", RULED.values(), ids=RULED)
 def test_rule(case, monkeypatch):
-    """Long rows that neither table names go to the ring."""
+    """Many long rows that neither table names go to the ring."""
     rows, n, weight, cluster = case
     monkeypatch.setattr(row_cluster, "cluster_rows", list)
     monkeypatch.setattr(row_plan, "tuning_rows", list)
@@ -190,6 +150,34 @@ def test_rule(case, monkeypatch):
         use = {"block_n": n, "num_warps": 32}
         monkeypatch.setattr(row_plan, "tuning_rows", lambda: [{**table, "use": use}])
         assert row_cluster.plan_for(call) is None
+
+
+FEW = {  # id: (op, rows, columns of f16, weight's dtype, threads of each of 8 CTAs, or None)
+    "32-KB": ("rms_norm", 1, 16384, F16, 128),
+    "less": ("layer_norm", 1, 16376, F16, None),
+    "16-KB-and-a-residual": ("fused_add_layer_norm", 128, 8192, F16, 64),
+    "32-KB-and-a-residual": ("fused_add_rms_norm", 1, 16384, F16, 128),
+    "less-and-a-residual": ("fused_add_rms_norm", 1, 8184, F16, None),
+    "between": ("fused_add_rms_norm", 3, 20480, F16, 256),
+    "128-KB": ("layer_norm", 128, 65536, F16, 512),
+    "longer": ("layer_norm", 128, 65544, F16, None),
+    "wider-weight": ("rms_norm", 1, 16384, F32, None),
+    "many": ("rms_norm", 129, 16384, F16, None),
+}
+
+
+@pytest.mark.parametrize("case", FEW.values(), ids=FEW)
+def test_rule_for_few_rows(case, monkeypatch):
+    """Eight CTAs a row where neither table names it; under batch invariance what many rows get."""
+    op, rows, n, weight, threads = case
+    monkeypatch.setattr(row_cluster, "cluster_rows", list)
+    monkeypatch.setattr(row_plan, "tuning_rows", list)
+    x = torch.empty(rows, n, dtype=F16)
+    plan = row_cluster.plan_for(make_call(op, x, weight, weight))
+    assert (plan and plan.tiling) == (threads and ClusterTiling(8, threads, 2, weight_at=1))
+    policy = Policy(batch_invariant=True)
+    invariant = row_cluster.plan_for(make_call(op, x, weight, weight, policy=policy))
+    assert invariant is None or invariant.tiling.ring
 
 
 def test_regimes(monkeypatch):
@@ -243,12 +231,11 @@ def test_table_is_valid():
         tiling = ClusterTiling(**row["use"])
         values = 16 // row["itemsize"]
         assert row["n"] <= tiling.lanes * tiling.vectors * values
-        assert max(tiling.shared, tiling.flight) <= tiling.vectors
         assert row["n"] % values == 0 and row["op"] in row_cluster.OPS
         assert tiling.threads * tiling.resident <= 2048 and tiling.cluster <= 16
 
 
-@pytest.mark.parametrize("tiling", [DECODE, RING, SHARED, WARP])
+@pytest.mark.parametrize("tiling", [DECODE, RING])
 def test_every_macro_is_set(tiling):
     """The headers name every macro that the plan sets, and the source names no other."""
     call = make_call("layer_norm", random(1, 1024, dtype=F16))
@@ -268,11 +255,8 @@ KINDS = {
     "long": LONG,
     "weight-last": dataclasses.replace(LONG, weight_at=0),
     "ring": RING,
+    "ring-of-one": dataclasses.replace(RING, ring=1),
     "ring-alone": RING_ALONE,
-    "shared": SHARED,
-    "shared-paced": PACED,
-    "warp": WARP,
-    "warp-once": dataclasses.replace(WARP, persistent=False, pack=4),
     "16-ctas": dataclasses.replace(RING, cluster=16),
 }
 
@@ -327,7 +311,7 @@ def test_nan_and_inf_stay_in_their_row(use_tiling):
     assert y[1].isnan().all() and y[[0, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", ["row_cluster", "row_ring", "row_shared", "row_warp"])
+@pytest.mark.parametrize("kernel", ["row_cluster", "row_ring"])
 def test_source_is_packaged(kernel):
     folder = Path(row_plan.__file__).parent / "csrc"
     parts = [(folder / name).read_text("utf-8") for name in ("row.cuh", f"{kernel}.cu")]

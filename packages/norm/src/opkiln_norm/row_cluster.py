@@ -1,4 +1,4 @@
-"""Row norms in CUDA C++ (csrc/row_*.cu): a row over a cluster of CTAs, in one CTA, or in a warp.
+"""Row norms in CUDA C++ (csrc/row_*.cu): a row over a cluster of CTAs, or in one CTA.
 
 Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
 the op, element size, N and number of rows, or else `rule` does, and where every vector of 16 bytes
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from opkiln.device import cuda
 
-from opkiln_norm import row_plan
+from opkiln_norm import row_layout, row_plan
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MAX_CLUSTER = 16  # of an H200
@@ -27,9 +27,7 @@ OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
 class ClusterTiling:
     """What the tuning table sets: see the macros of csrc/row.cuh for the meaning of each.
 
-    The first of these that is not 0 names the kernel, else it is row_cluster.cu. ring: the number
-    of stages of row_ring.cu. shared: a thread's vectors in shared memory of row_shared.cu. pack:
-    the rows of a warp of row_warp.cu.
+    ring: the number of stages of row_ring.cu; 0: it is row_cluster.cu.
     """
 
     cluster: int
@@ -41,21 +39,15 @@ class ClusterTiling:
     prefetch: bool = False
     stream: bool = False
     ring: int = 0
-    shared: int = 0
-    flight: int = 0
-    pack: int = 0
-    first: bool = False
 
     @property
     def kernel(self) -> str:
-        if self.ring:
-            return "row_ring"
-        return "row_shared" if self.shared else "row_warp" if self.pack else "row_cluster"
+        return "row_ring" if self.ring else "row_cluster"
 
     @property
     def lanes(self) -> int:
         """Threads that share a row."""
-        return 32 if self.pack else self.cluster * self.threads
+        return self.cluster * self.threads
 
     @property
     def slice_bytes(self) -> int:
@@ -65,24 +57,18 @@ class ClusterTiling:
     @property
     def own_macros(self) -> dict[str, int]:
         """Those of its kernel alone."""
-        return {
-            "row_ring": {"STAGES": self.ring},
-            "row_shared": {
-                "SHARED": self.shared, "FLIGHT": self.flight, "PREFETCH": int(self.prefetch)
-            },
-            "row_warp": {"ROWS": self.pack},
-            "row_cluster": {"PREFETCH": int(self.prefetch)},
-        }[self.kernel]  # fmt: skip
+        return {"STAGES": self.ring} if self.ring else {"PREFETCH": int(self.prefetch)}
 
     @property
     def ring_bytes(self) -> int:
         """Dynamic shared memory for x."""
-        strips = self.shared or self.ring * self.vectors
         # cuda.py raises a kernel's limit only for more than 48 KB, beside which are the barriers
-        return 16 * self.threads * strips + 16 if strips else 0
+        return self.ring * self.slice_bytes + 16 if self.ring else 0
 
 
-RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=3)
+LONG_RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=1)
+FEW_RULE = ClusterTiling(8, 64, 2, weight_at=1)
+FEW_BYTES = 32768  # of x and the residual in a row: with less, a CTA's warps were as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +95,6 @@ class ClusterPlan:
             "HAS_WEIGHT": w is not None,
             "HAS_BIAS": b is not None,
             "STREAM": t.stream,
-            "FIRST": t.first,
         }
         return {
             "TYPE": TYPES[x.dtype],
@@ -151,19 +136,28 @@ def tuned(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
 
 
 def rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
-    """A ring for rows of which Triton's kernel would read a part twice, where the table is silent.
+    """Where the table is silent: a cluster a row for few, a ring for those that are long.
 
-    64 KB of a row a CTA, up to 16 CTAs. What the row_norm table names is left to it.
+    Few rows: 8 CTAs of up to 512 threads with two vectors each. Many rows, of which Triton's kernel
+    would read a part twice: 64 KB of a row a CTA, up to 16 CTAs. What the row_norm table names is
+    left to it.
     """
     itemsize, op = call.tensors.input.dtype.itemsize, call.spec.name
-    weight = call.tensors.weight
+    weight, added = call.tensors.weight, hasattr(call.tensors, "residual")
     wide = weight is not None and weight.dtype.itemsize > itemsize  # does not fit the registers
-    few_or_short = rows <= row_plan.FEW_ROWS or n * itemsize <= row_plan.RESIDENT_BYTES
-    cluster = row_plan.power_of_two(-(-n * itemsize // RULE.slice_bytes))
-    named = row_plan.tuned(op, itemsize, n, rows) is not None
-    if wide or few_or_short or cluster > MAX_CLUSTER or "fused_add" in op or named:
+    if wide or row_plan.tuned(op, itemsize, n, rows) is not None:
         return None
-    return replace(RULE, cluster=cluster), "rule"
+    if rows <= row_plan.FEW_ROWS:
+        threads = row_plan.power_of_two(
+            -(-n * itemsize // (16 * FEW_RULE.cluster * FEW_RULE.vectors))
+        )
+        if n * itemsize * (1 + added) < FEW_BYTES or threads > 512:
+            return None
+        return replace(FEW_RULE, threads=threads), "rule"
+    cluster = row_plan.power_of_two(-(-n * itemsize // LONG_RULE.slice_bytes))
+    if n * itemsize <= row_plan.RESIDENT_BYTES or cluster > MAX_CLUSTER or added:
+        return None
+    return replace(LONG_RULE, cluster=cluster), "rule"
 
 
 def plan_for(call: Any) -> ClusterPlan | None:
@@ -178,7 +172,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
     if found is None:
         return None
     tiling, label = found
-    sizes, operands = row_plan.operands_of(call, split)
+    sizes, operands = row_layout.operands_of(call, split)
     strides = [o.strides[0] for o in operands if o.strides is not None]
     values = 16 // x.dtype.itemsize
     columns_dense = all(o.stride_n is None for o in operands)
@@ -215,7 +209,7 @@ def prepare(call: Any) -> Callable[..., Any] | None:
         return None
     t, device = plan.tiling, call.device
     kernel = cuda.load(source(t.kernel), t.kernel, device, plan.macros(call))
-    clusters = -(-plan.rows // (t.pack * t.threads // 32)) if t.pack else plan.rows
+    clusters = plan.rows
     if t.persistent:
         kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
         clusters = min(clusters, max_clusters(kernel, plan))

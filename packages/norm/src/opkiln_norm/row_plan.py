@@ -14,6 +14,14 @@ from typing import Any
 
 import torch
 
+from opkiln_norm.row_layout import (
+    Operand,
+    broadcast_strides,
+    column_stride,
+    operand_metas,
+    operands_of,
+)
+
 MAX_ALIGN = 16  # elements; more earns no wider load for the dtypes served
 FEW_ROWS = 128  # fewer than the multiprocessors of an H200 (132): latency counts, not bandwidth
 RESIDENT_BYTES = 65536  # longest row that 32 warps hold in registers with room for the affine
@@ -36,14 +44,6 @@ class Tiling:
     packed: bool = False
     evict: str = ""
     store_cache: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """Strides over the collapsed leading dims (None: one row serves all), and between columns."""
-
-    strides: tuple[int, ...] | None = None
-    stride_n: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,46 +126,6 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def collapse(
-    shape: Sequence[int], strides: Sequence[Sequence[int]]
-) -> tuple[list[int], list[list[int]]]:
-    """Merge neighbouring dims that every tensor steps through as one; size-1 dims vanish.
-
-    strides: one sequence a tensor. Returns the sizes, and the steps of each tensor.
-    """
-    sizes: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for size, *dim in zip(shape, *strides, strict=True):
-        if size == 1:
-            continue
-        merges = bool(sizes) and all(
-            done[-1] == size * step for done, step in zip(steps, dim, strict=True)
-        )
-        if merges:
-            sizes[-1] *= size
-        else:
-            sizes.append(size)
-        for done, step in zip(steps, dim, strict=True):
-            if merges:
-                done.pop()
-            done.append(step)
-    return sizes, steps
-
-
-def column_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Stride of the normalized dims seen as one, None if dense. ValueError if one does not do."""
-    sizes, (steps,) = collapse(shape, [stride])
-    if len(sizes) > 1:
-        raise ValueError("the normalized dims do not collapse to one stride")
-    return None if not steps or steps[0] == 1 else steps[0]
-
-
-def broadcast_strides(meta: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of `meta` expanded to `shape`."""
-    steps = [0 if size == 1 else step for size, step in zip(meta.shape, meta.stride, strict=True)]
-    return (*[0] * (len(shape) - meta.ndim), *steps)
-
-
 def rule(itemsize: int, n: int, rows: int, added: bool = False) -> Tiling:
     """A tiling for any row, where the table is silent. n, rows: at least 1. added: f32 sums."""
     vector = 16 // itemsize
@@ -217,32 +177,6 @@ def tuned(op: str, itemsize: int, n: int, rows: int) -> tuple[Tiling, str] | Non
         if covers(row, (op, itemsize, n), rows):
             return Tiling(**row["use"]), row["label"]
     return None
-
-
-def operand_metas(call: Any) -> tuple[list[Any], list[Any]]:
-    """Metas of x, r, w, b, g where each has its own rows, and of a w and b of one row, or None."""
-    t = vars(call.tensors)
-    own = [t["input"], *(t.get(n) for n in ("residual", "scale", "shift", "gate"))]
-    return own, [t.get("weight"), t.get("bias")]
-
-
-def operands_of(call: Any, split: int) -> tuple[list[int], list[Operand]]:
-    """Sizes of the collapsed leading dims, and the operands with strides in elements."""
-    own, shared = operand_metas(call)
-    shape = own[0].shape
-    strides = [None if m is None else broadcast_strides(m, shape) for m in own]
-    sizes, steps = collapse(shape[:split], [s[:split] for s in strides if s is not None])
-    rows = iter(steps)
-    operands = [
-        Operand()
-        if s is None
-        else Operand(tuple(next(rows)) or (0,), column_stride(shape[split:], s[split:]))
-        for s in strides
-    ]
-    for i, meta in enumerate(shared, start=2):
-        if meta is not None:
-            operands[i] = Operand(None, column_stride(meta.shape, meta.stride))
-    return sizes, operands
 
 
 def in_units(operand: Operand, align: int) -> Operand:

@@ -5,7 +5,7 @@
 // a row. THREADS: a CTA's. VECTORS: 16-byte vectors of x a thread. RESIDENT: CTAs an SM, for the
 // register limit. EVEN: the vectors cover the row exactly. CENTER: subtract the mean. HAS_RESIDUAL,
 // HAS_WEIGHT, HAS_BIAS. WEIGHT_AT: 0 read after the reduction, 1 before it into registers, 2 once
-// into shared memory. STREAM: y is stored as data not read again. FIRST: x is what L2 drops first.
+// into shared memory. STREAM: y is stored as data not read again.
 //
 // One CTA's slice of a row is contiguous: VECTORS strips of THREADS vectors.
 
@@ -47,48 +47,11 @@ __device__ u32 pack(float low, float high) {
 }
 
 // Volatile: loads and stores stay in the order written here.
-__device__ Words<4> load_vector(const char* p, u64 policy) {
+__device__ Words<4> load_vector(const char* p) {
     Words<4> w;
-    if constexpr (FIRST)
-        asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                     : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3])
-                     : "l"(p), "l"(policy));
-    else
-        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3]) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3]) : "l"(p));
     return w;
-}
-
-// What goes with FIRST's loads and copies.
-__device__ u64 first_policy() {
-    u64 policy = 0;
-    if constexpr (FIRST)
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-// To shared memory; visible to this thread alone once it has waited for the copy's group.
-__device__ void copy_async(u32 shared, const char* p, u64 policy) {
-    if constexpr (FIRST)
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-                     :: "r"(shared), "l"(p), "l"(policy) : "memory");
-    else
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(shared), "l"(p) : "memory");
-}
-
-// Makes a group of this thread's copies since the last one.
-__device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most `left` of this thread's groups, at most MOST, are under way.
-template <int MOST>
-__device__ void wait_copies(int left) {
-    if constexpr (MOST == 0) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-    } else {
-        if (left >= MOST) asm volatile("cp.async.wait_group %0;" :: "n"(MOST) : "memory");
-        else wait_copies<MOST - 1>(left);
-    }
 }
 
 __device__ Words<4> load_shared(u32 address) {

@@ -17,7 +17,6 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
     const i64 row_vectors = n / VALUES;
     const i64 first = (i64)rank * VECTORS * THREADS + threadIdx.x;
     const i64 step = gridDim.x / CLUSTER;
-    const u64 policy = first_policy();
     const auto inside = [&](int i) { return EVEN || first + i * THREADS < row_vectors; };
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) {
@@ -32,9 +31,9 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
     const auto load_row_vector = [&](i64 row, int i) {
         const i64 offset = (first + i * THREADS) * 16;
         if (inside(i)) {
-            xs[i] = load_vector(x + row * x_stride * VALUE_BYTES + offset, policy);
+            xs[i] = load_vector(x + row * x_stride * VALUE_BYTES + offset);
             if constexpr (HAS_RESIDUAL)
-                rs[i] = load_vector(r + row * r_stride * VALUE_BYTES + offset, policy);
+                rs[i] = load_vector(r + row * r_stride * VALUE_BYTES + offset);
         } else {
             xs[i] = {};
             rs[i] = {};

@@ -11,15 +11,10 @@
 constexpr u32 SLICE = VECTORS * THREADS * 16;  // bytes
 constexpr u32 PIECE = 16384;                   // bytes of one bulk copy
 
-__device__ void copy_bulk(u32 shared, const char* global, u32 bytes, u32 barrier, u64 policy) {
-    if constexpr (FIRST)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                     :: "r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-    else
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                     "[%0], [%1], %2, [%3];"
-                     :: "r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
+__device__ void copy_bulk(u32 shared, const char* global, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 :: "r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -41,7 +36,7 @@ row_ring(const char* x, const char*, const char* w, const char* b, char* y, char
 #pragma unroll 1
         for (u32 at = 0; at < bytes; at += PIECE)
             copy_bulk(shared_address(ring) + stage * SLICE + at, from + at,
-                      bytes - at < PIECE ? bytes - at : PIECE, barrier, first_policy());
+                      bytes - at < PIECE ? bytes - at : PIECE, barrier);
     };
     i64 row = blockIdx.x / CLUSTER;
     if (threadIdx.x == 0) {
