@@ -16,7 +16,7 @@ from opkiln.conformance import Outcome, cases_of, check, compare, conform, cuda_
 from opkiln.conformance.compare import tolerance_of
 from opkiln.conformance.rows import BATCHED
 from opkiln.conformance.rows.large import TILED
-from opkiln.conformance.run import OpReport
+from opkiln.conformance.run import OpReport, Part, conform_part, parts_of
 from opkiln.conformance.tensors import LAYOUTS, storage_of, t, to_device
 from opkiln.errors import ArgumentError
 from opkiln.ops import CATALOGUE
@@ -296,3 +296,20 @@ def test_default_backends_are_those_that_dispatch_may_pick(monkeypatch: pytest.M
     assert plugin.default_backends() == ["mine"]
     rows.pop("a")
     assert plugin.default_backends() == ["torch"]
+
+
+def test_parts_share_out_every_case_of_an_op_once() -> None:
+    parts = parts_of("conv2d", None, jobs=4)
+    assert len(parts) > 2 and [p.last for p in parts] == [False] * (len(parts) - 1) + [True]
+    cases = cases_of("conv2d")
+    shared = [c.id for p in parts for c in cases[p.index :: p.count]]
+    assert sorted(shared) == sorted(c.id for c in cases)
+    assert parts_of("conv2d", None, jobs=1) == [Part("conv2d", 0, 1)]
+
+
+def test_parts_join_to_the_report_of_the_whole() -> None:
+    whole = conform("torch", ["mhc_post"])
+    joined = OpReport("mhc_post", "MHCPostFwd")
+    for part in parts_of("mhc_post", None, jobs=2):
+        joined.join(conform_part(part, "torch", torch.device("cpu"), None, False))
+    assert joined == whole.ops[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from norm.row_cases import BF16, F16, F32, random, run
+from norm.row_cases import BF16, DEVICE, F16, F32, random, run
 from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln.policy import Policy
@@ -172,7 +172,7 @@ def test_rule_for_few_rows(case, monkeypatch):
     op, rows, n, weight, threads = case
     monkeypatch.setattr(row_cluster, "cluster_rows", list)
     monkeypatch.setattr(row_plan, "tuning_rows", list)
-    x = torch.empty(rows, n, dtype=F16)
+    x = torch.empty(rows, n, dtype=F16, device=DEVICE)
     plan = row_cluster.plan_for(make_call(op, x, weight, weight))
     assert (plan and plan.tiling) == (threads and ClusterTiling(8, threads, 2, weight_at=1))
     policy = Policy(batch_invariant=True)

@@ -26,6 +26,7 @@ from opkiln.registry import REGISTRY
 
 SCHEMA_VERSION = 1
 MAX_LISTED = 20  # failures and refusals spelled out for one op
+PART_CASES = 16
 
 Progress = Callable[[Outcome], None]
 
@@ -57,6 +58,16 @@ class OpReport:
         lines = {"failed": self.failures, "refused": self.refusals}.get(outcome.status)
         if lines is not None and len(lines) < MAX_LISTED:
             lines.append(f"{outcome.case}: {outcome.message}")
+
+    def join(self, other: OpReport) -> None:
+        """Add another part of the same op."""
+        self.cases += other.cases
+        self.passed += other.passed
+        self.failed += other.failed
+        self.refused += other.refused
+        self.worst_ratio = max(self.worst_ratio, other.worst_ratio)
+        self.failures = [*self.failures, *other.failures][:MAX_LISTED]
+        self.refusals = [*self.refusals, *other.refusals][:MAX_LISTED]
 
 
 @dataclass
@@ -112,9 +123,9 @@ def conform(
     """Run the cases of a backend.
 
     ops: python names, None: those that the backend implements. dtypes: None for all.
-    jobs: processes, one op at a time each; they load installed plugins only. finished(report):
-    called after each op; progress(outcome): after each case, with one job. big: also calls above
-    2^32 elements (CUDA only; up to 100 GB of its memory).
+    jobs: processes, which share out the ops in parts of 16 cases; they load installed plugins only.
+    finished(report): called after each op; progress(outcome): after each case, with one job. big:
+    also calls above 2^32 elements (CUDA only; up to 100 GB of its memory).
     On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
     device where there is one. Raises ArgumentError for an unknown backend, op or device, and for
     `big` on a CPU.
@@ -124,35 +135,57 @@ def conform(
     if big and where.type != "cuda":
         raise ArgumentError(f"conform: big calls need a GPU, the device is {where}")
     chosen = None if dtypes is None else tuple(dtypes)
-    one = partial(conform_op, backend=backend, where=where, dtypes=chosen, big=big)
-    reports = []
+    one = partial(conform_part, backend=backend, where=where, dtypes=chosen, big=big)
+    parts = [part for name in names for part in parts_of(name, chosen, jobs)]
+    reports: dict[str, OpReport] = {}
     with contextlib.ExitStack() as stack:
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(jobs, context))
-            found: Iterable[OpReport] = pool.map(one, names)
+            found: Iterable[OpReport] = pool.map(one, parts)
         else:
-            found = (one(name, progress=progress) for name in names)
-        for report in found:
-            reports.append(report)
-            if finished is not None:
-                finished(report)
-    return Report(backend, str(where), environment(where), reports)
+            found = (one(part, progress=progress) for part in parts)
+        for part, report in zip(parts, found, strict=True):
+            whole = reports.setdefault(part.op, OpReport(part.op, report.page_op))
+            whole.join(report)
+            if part.last and finished is not None:
+                finished(whole)
+    return Report(backend, str(where), environment(where), list(reports.values()))
 
 
-def conform_op(
-    name: str,
+@dataclass(frozen=True)
+class Part:
+    """Every `count`-th case of an op from `index` on, for one process."""
+
+    op: str
+    index: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def parts_of(op: str, dtypes: tuple[torch.dtype, ...] | None, jobs: int) -> list[Part]:
+    """One with one job, else of about PART_CASES cases: a case may compile kernels of its own."""
+    count = max(-(-len(cases_of(op, dtypes)) // PART_CASES), 1) if jobs > 1 else 1
+    return [Part(op, index, count) for index in range(count)]
+
+
+def conform_part(
+    part: Part,
     backend: str,
     where: torch.device,
     dtypes: tuple[torch.dtype, ...] | None,
     big: bool,
     progress: Progress | None = None,
 ) -> OpReport:
-    """The cases of one op."""
+    """The cases of one part of an op; its last one has the device checks too."""
+    name = part.op
     report = OpReport(name, CATALOGUE[name].op)
-    for case in cases_of(name, dtypes):
+    for case in cases_of(name, dtypes)[part.index :: part.count]:
         tell(report, check(case, backend, where), progress)
-    if where.type == "cuda":
+    if where.type == "cuda" and part.last:
         from opkiln.conformance.cuda_checks import device_checks
 
         for outcome in device_checks(name, backend, where, big):
