@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import opkiln
 import pytest
@@ -215,3 +216,22 @@ def test_the_installed_script() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("opkiln: no op 'nosuch'")
+
+
+def test_conform_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends in the middle leaves a summary of the ops before, marked as such."""
+    from opkiln.conformance import run
+
+    def interrupted(part: run.Part, **given: Any) -> run.OpReport:
+        if part.op == "mhc_post":
+            raise KeyboardInterrupt
+        return run_part(part, **given)
+
+    run_part = run.conform_part
+    monkeypatch.setattr(run, "conform_part", interrupted)
+    file = tmp_path / "c.json"
+    ops = ["--op", "fft", "--op", "mhc_post"]
+    assert invoke("conform", "--backend", "torch", *ops, "--json", str(file)).exit_code != 0
+    kept = json.loads(file.read_text())
+    assert [op["op"] for op in kept["ops"]] == ["fft"]
+    assert (kept["finished"], kept["ok"]) == (False, False)

@@ -191,20 +191,25 @@ def explanation(op: str, values: dict[str, Any], grad: bool) -> Explanation:
 @click.option("--op", "ops", multiple=True, help="Only this op (repeatable); default: all it has.")
 @click.option("--device", default="cpu", show_default=True, help="Where the cases run.")
 @click.option("--big", is_flag=True, help="Also above 2^32 elements: up to 100 GB of GPU memory.")
-@click.option("--jobs", default=1, show_default=True, help="Processes, one op at a time each.")
+@click.option("--jobs", default=1, show_default=True, help="Processes.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def conform(
     backend: str, ops: tuple[str, ...], device: str, big: bool, jobs: int, file: Path | None
 ) -> int:
     """Check a backend against the specs. Exit 1 if a case fails or none is taken.
 
-    --json FILE writes the summary there; the table is printed in any case, and a line on stderr
-    after each op.
+    --json FILE writes the summary there, anew after each op; the table is printed in any case, and
+    a line on stderr after each op.
     """
     from opkiln import conformance
 
-    def finished(report: conformance.OpReport) -> None:
-        click.echo(f"{report.op}: {report.status}, {report.cases} cases", err=True)
+    def write(report: conformance.Report) -> None:
+        if file is not None:
+            file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    def finished(op: conformance.OpReport, so_far: conformance.Report) -> None:
+        click.echo(f"{op.op}: {op.status}, {op.cases} cases", err=True)
+        write(so_far)
 
     if backend not in REGISTRY.backends():
         raise click.UsageError(f"no backend {backend!r}{nearest(backend, REGISTRY.backends())}")
@@ -216,7 +221,6 @@ def conform(
         report = conformance.conform(backend, names, device, big=big, jobs=jobs, finished=finished)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
-    if file is not None:
-        file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    write(report)
     click.echo(str(report))
     return 0 if report.ok else FINDING

@@ -72,18 +72,22 @@ class OpReport:
 
 @dataclass
 class Report:
-    """What `conform` found. `str()` is a table; `to_json()` is conformance.json."""
+    """What `conform` found. `str()` is a table; `to_json()` is conformance.json.
+
+    finished: False while ops are still to come.
+    """
 
     backend: str
     device: str
     environment: dict[str, Any]
     ops: list[OpReport]
+    finished: bool = True
 
     @property
     def ok(self) -> bool:
-        """Nothing failed and something passed."""
+        """All is done, nothing failed and something passed."""
         statuses = [o.status for o in self.ops]
-        return "failed" not in statuses and "passed" in statuses
+        return self.finished and "failed" not in statuses and "passed" in statuses
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,6 +95,7 @@ class Report:
             "backend": self.backend,
             "device": self.device,
             "ok": self.ok,
+            "finished": self.finished,
             "environment": self.environment,
             "ops": [asdict(o) | {"status": o.status} for o in self.ops],
         }
@@ -118,14 +123,14 @@ def conform(
     progress: Progress | None = None,
     big: bool = False,
     jobs: int = 1,
-    finished: Callable[[OpReport], None] | None = None,
+    finished: Callable[[OpReport, Report], None] | None = None,
 ) -> Report:
     """Run the cases of a backend.
 
     ops: python names, None: those that the backend implements. dtypes: None for all.
     jobs: processes, which share out the ops in parts of 16 cases; they load installed plugins only.
-    finished(report): called after each op; progress(outcome): after each case, with one job. big:
-    also calls above 2^32 elements (CUDA only; up to 100 GB of its memory).
+    finished(op, so_far): called after each op; progress(outcome): after each case, with one job.
+    big: also calls above 2^32 elements (CUDA only; up to 100 GB of its memory).
     On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
     device where there is one. Raises ArgumentError for an unknown backend, op or device, and for
     `big` on a CPU.
@@ -138,6 +143,7 @@ def conform(
     one = partial(conform_part, backend=backend, where=where, dtypes=chosen, big=big)
     parts = [part for name in names for part in parts_of(name, chosen, jobs)]
     reports: dict[str, OpReport] = {}
+    so_far = Report(backend, str(where), environment(where), [], finished=False)
     with contextlib.ExitStack() as stack:
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
@@ -148,9 +154,12 @@ def conform(
         for part, report in zip(parts, found, strict=True):
             whole = reports.setdefault(part.op, OpReport(part.op, report.page_op))
             whole.join(report)
-            if part.last and finished is not None:
-                finished(whole)
-    return Report(backend, str(where), environment(where), list(reports.values()))
+            if part.last:
+                so_far.ops.append(whole)
+                if finished is not None:
+                    finished(whole, so_far)
+    so_far.finished = True
+    return so_far
 
 
 @dataclass(frozen=True)
