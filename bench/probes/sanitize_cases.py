@@ -117,6 +117,7 @@ def channel_norms() -> Iterator[Case]:
     for shape in shapes:
         for dtype in (torch.bfloat16, torch.float32):
             yield f"channel {shape} {dtype}", lambda s=shape, d=dtype: all_channel_norms(F, s, d)
+    yield "channel streamed", lambda: streamed(F, (2, 3, 128, 512))
     uses = [
         ("team", (4, 6, 16, 32), {"vector_bytes": 16, "team_warps": 1, "teams": 4, "vectors": 8}),
         ("team", (3, 6, 16, 32), {
@@ -136,6 +137,24 @@ def channel_norms() -> Iterator[Case]:
             f"{kind} {use}",
             lambda rows=rows, shape=shape: by_table(channel_cuda, F, shape, rows),
         )
+
+
+def streamed(functional: Any, shape: tuple[int, ...]) -> None:
+    """The persistent Triton kernels, which the table names for one backward shape only."""
+    import torch
+    from opkiln_norm import channel_plan
+
+    n, channels, *plane = shape
+    view = [channels, n, torch.Size(plane).numel(), 1]
+    use = {"block_m": 1, "block_n": 1024, "num_warps": 4, "slices": 1, "stream": 1}
+    rows = [
+        {"op": op, "itemsize": 2, "given": False, "view": view, "label": "sanitize", "use": use}
+        for op in ("batch_norm", "batch_norm_backward")
+    ]
+    table = channel_plan.tuning_rows
+    channel_plan.tuning_rows = lambda: rows
+    all_channel_norms(functional, shape, torch.bfloat16)
+    channel_plan.tuning_rows = table
 
 
 def by_table(module: Any, functional: Any, shape: tuple[int, ...], rows: list[Any]) -> None:

@@ -11,6 +11,7 @@ from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_misc import fft as fft_module
 from opkiln_misc import mhc_pre
+from opkiln_misc import topk as topk_module
 from opkiln_misc.plugin import MODULES, planner
 from opkiln_misc.sources import source
 
@@ -79,6 +80,30 @@ def test_mhc_pre_compiles_without_spills(batch, streams, width, tmp_path):
     plan = mhc_pre.plan_for(Call.of(CATALOGUE["mhc_pre"], tensors, MHC, real=False))
     assert plan.macros["ROWS"] == (1 if batch == 1 else 4)
     assert local_bytes(source("mhc_pre"), plan.macros, tmp_path) == 0
+
+
+@pytest.mark.parametrize("layout", ["odd", "even", "strided"])
+@pytest.mark.parametrize("streams", range(2, 9))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_mhc_pre_compiles_for_every_layout(layout, streams, dtype, tmp_path):
+    """Odd columns and strides leave x's elements alone: halves, narrower than a word."""
+    m, step = streams * streams + 2 * streams, 2 if layout == "strided" else 1
+    width = streams * (33 if layout == "odd" else 40)
+    phi, x = meta(width, m * step)[:, ::step], meta(9, width * step, dtype=dtype)[:, ::step]
+    call = Call.of(CATALOGUE["mhc_pre"], [phi, x, meta(m)], MHC, real=False)
+    plan = mhc_pre.plan_for(call)
+    assert (plan.macros["X_VECTOR"] == 1) == (layout != "even" or dtype == torch.float32)
+    assert local_bytes(source("mhc_pre"), plan.macros, tmp_path) == 0
+
+
+@pytest.mark.parametrize("vector", [1, 4])
+@pytest.mark.parametrize("in_order", [0, 1])
+@pytest.mark.parametrize("index", ["int", "long long"])
+def test_topk_compiles_for_every_layout(vector, in_order, index, tmp_path):
+    op, tensors, params = topk(1024)
+    plan = topk_module.plan_for(Call.of(CATALOGUE[op], tensors, params, real=False))
+    macros = {"VECTOR": vector, "SORTED": in_order, "START": index, "END": index}
+    assert local_bytes(source("topk"), plan.macros | macros, tmp_path) <= MOST_LOCAL["topk1024"]
 
 
 def local_bytes(text: str, macros: dict, folder: Path) -> int:

@@ -46,6 +46,21 @@ def test_sizes(streams, columns):
         torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("streams", "columns", "step"), [(8, 33, 1), (3, 33, 1), (4, 24, 2)])
+def test_halves_one_by_one(streams, columns, step, dtype):
+    """Odd columns, or a stride of x: no two elements are loaded or stored at once."""
+    call, (phi, x, b) = call_of(3, streams, columns)
+    x = torch.empty(3, streams * columns * step, dtype=dtype)[:, ::step].copy_(x)
+    call = Call.of(call.spec, [phi, x, b], vars(call.params))
+    assert mhc_pre.plan_for(call).macros["X_VECTOR"] == 1
+    got = mhc_pre.prepare(call, SMALL)(phi, x, b)
+    want = call.spec.reference(phi.double(), x.double(), b.double(), **vars(call.params))
+    for g, w in zip(got, want, strict=True):
+        unit = torch.finfo(g.dtype).eps  # of the output's own rounding: half a unit
+        torch.testing.assert_close(g.double(), w, rtol=unit / 2 + 1e-5, atol=1e-6)
+
+
 def test_phi_without_vectors():
     """80 columns one by one: three a lane."""
     call, (phi, x, b) = call_of(2, 8, 20)

@@ -23,6 +23,10 @@ CASES: dict[str, list[Any]] = {
 }
 CASES |= {f"{op}-stream": [op, "float16", LARGE, False, STREAM]
           for op in ("batch_norm", "batch_norm_backward")}  # fmt: skip
+# Sets that do not fit registers and are not pooled: tiles that cover the columns exactly, and not.
+CASES |= {f"{op}-sliced-{dtype}-{side}": [op, dtype, [2, 8, side, side], False, None]
+          for op in ("instance_norm", "group_norm") for dtype in ("bfloat16", "float32")
+          for side in (256, 300)}  # fmt: skip
 CASES["batch_norm-large"] = ["batch_norm", "float16", LARGE, False, None]
 
 
@@ -47,6 +51,11 @@ def test_no_spills_and_16_byte_loads(reports):
     assert all(reports.values())
     assert [c for c, ks in reports.items() if any(k["spill_bytes"] for k in ks)] == []
     assert [c for c, ks in reports.items() if not any(k["wide_loads"] for k in ks)] == []
+
+
+def test_sliced_cases_are_sliced(reports):
+    sliced = [{k["name"] for k in ks} for case, ks in reports.items() if "-sliced-" in case]
+    assert len(sliced) == 8 and all({"moments_kernel", "apply_kernel"} <= names for names in sliced)
 
 
 def test_stream_is_one_kernel(reports):

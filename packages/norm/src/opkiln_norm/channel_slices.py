@@ -95,11 +95,15 @@ def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_
         n, mean, moment = merge_tiles(
             n, mean, moment, x, row_ok, first, n_cols, EVEN, BLOCK_M, BLOCK_N, CHUNKS
         )
-    lanes = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32) + n
-    count = over_set(lanes, local, 1, POOL, False)
-    slice_mean = over_set(lanes * mean, local, 1, POOL, False) / tl.maximum(count, 1.0)
+    if EVEN:  # no sum over a splat: Triton 3.6 hoists it wrongly where BLOCK_M is 1
+        width: tl.constexpr = BLOCK_N * BLOCK_M if POOL else BLOCK_N
+        count = n * width
+        slice_mean = over_set(mean, local, 1, POOL, False) * (1.0 / width)
+    else:
+        count = over_set(n, local, 1, POOL, False)
+        slice_mean = over_set(n * mean, local, 1, POOL, False) / tl.maximum(count, 1.0)
     delta = mean - slice_mean
-    slice_moment = over_set(moment + lanes * delta * delta, local, 1, POOL, False)
+    slice_moment = over_set(moment + n * delta * delta, local, 1, POOL, False)
     ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, n_rows, POOL, ROWS)
     step = sets * slices.to(tl.int64)
     for k in tl.static_range(3):

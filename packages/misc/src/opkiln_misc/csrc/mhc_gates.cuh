@@ -146,8 +146,10 @@ DEVICE void compute_gates(const float* h, const float* bias, const Gates& g, flo
     if (h_post != nullptr) h_post[i] = g.alpha_post * h[N + i] * inverse_rms + bias[N + i];
 }
 
-// As words: a vector of halves is stored one by one otherwise.
-DEVICE void store(T* to, const XVector& v) {
+// As words: a vector of halves is stored one by one otherwise. A template, so that a vector below a word
+// discards the first branch: there are no vectors of 0 words.
+template <typename V>
+DEVICE void store(T* to, const V& v) {
     if constexpr (sizeof v % 4 == 0) {
         using Words = Vector<u32, sizeof v / 4>;
         Words words;

@@ -110,8 +110,9 @@ DEVICE void sort(u32* values, int count) {
             __syncthreads();
             for (int i = threadIdx.x; i < size; i += THREADS) {
                 const int other = i ^ distance;
+                if (other < i) continue;  // the other's thread may be writing both
                 const u32 a = values[i], b = values[other];
-                if (other > i && (a > b) == ((i & run) == 0)) {
+                if ((a > b) == ((i & run) == 0)) {
                     values[i] = b;
                     values[other] = a;
                 }
@@ -142,11 +143,11 @@ DEVICE void write(Collection& c, int* out, u64 least) {
 }
 
 DEVICE void sample(const Ring& ring, const Share& share, u32 (&keys)[OWN_SAMPLES]) {
-    const float4* x = share.rounds ? ring.arrived() : ring.mine;
+    const int vectors = share.rounds ? share.vectors : 0;  // without rounds, what arrived is a later row's
+    const float4* x = ring.arrived();
 #pragma unroll
     for (int e = 0; e < OWN_SAMPLES; ++e) {
-        const float score = reinterpret_cast<const float*>(x + e / 4 * 32)[e % 4];
-        keys[e] = share.rounds && e / 4 * 32 < share.vectors ? key_of(score) : 0;
+        keys[e] = e / 4 * 32 < vectors ? key_of(reinterpret_cast<const float*>(x + e / 4 * 32)[e % 4]) : 0;
     }
 }
 // From WARPS places of the row.
