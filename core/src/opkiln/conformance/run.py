@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -142,20 +143,24 @@ def conform(
     chosen = None if dtypes is None else tuple(dtypes)
     one = partial(conform_part, backend=backend, where=where, dtypes=chosen, big=big)
     parts = [part for name in names for part in parts_of(name, chosen, jobs)]
+    missing = Counter(part.op for part in parts)
     reports: dict[str, OpReport] = {}
     so_far = Report(backend, str(where), environment(where), [], finished=False)
     with contextlib.ExitStack() as stack:
+        found: Iterable[OpReport]
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(jobs, context))
-            found: Iterable[OpReport] = pool.map(one, parts)
+            # as they end: one slow op does not hide what the others found
+            found = (f.result() for f in as_completed([pool.submit(one, p) for p in parts]))
         else:
             found = (one(part, progress=progress) for part in parts)
-        for part, report in zip(parts, found, strict=True):
-            whole = reports.setdefault(part.op, OpReport(part.op, report.page_op))
+        for report in found:
+            whole = reports.setdefault(report.op, OpReport(report.op, report.page_op))
             whole.join(report)
-            if part.last:
-                so_far.ops.append(whole)
+            missing[report.op] -= 1
+            if not missing[report.op]:
+                so_far.ops = [reports[n] for n in names if n in reports and not missing[n]]
                 if finished is not None:
                     finished(whole, so_far)
     so_far.finished = True
