@@ -122,7 +122,7 @@ def test_a_cpu_run_says_wall_clock(rows: list[Any], make_run: Make, tmp_path: Pa
 def test_the_method_page_states_what_ran(rows: list[Any], make_run: Make, tmp_path: Path) -> None:
     page = written(rows, make_run, tmp_path)["method.md"]
     assert "3 warm-up calls, then 20 to 60 timed ones" in page
-    assert "then 2 times its size is zeroed" in page
+    assert "flushed: zeroing 2 times its size, which lines that `evict_last`" in page
     assert "bytes / 4.672 TB/s" in page
     assert "torch 2.11.0" in page and "commit abc" in page
 

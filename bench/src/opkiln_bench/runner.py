@@ -102,6 +102,7 @@ def sweep_rows(
             "date": now(),
             "commit": stamp,
             "timer": timer.name,
+            "l2_flush": getattr(timer, "l2_flush", None),
             "environment": environment(device),
             "config": {**raw, "device": profile},
             "backends": backends,

@@ -82,6 +82,7 @@ def recorded(out: list[Activity]) -> Iterator[None]:
 class CuptiTimer:
     name = "cupti"
     title = "GPU device time"
+    l2_flush = "lines that `evict_last` loads kept made ordinary, then zeroing"
 
     def __init__(self, device: torch.device, settings: TimerSettings) -> None:
         self.settings = settings
