@@ -1,13 +1,11 @@
 """Registers the convolution kernels as backend `opkiln`. Imports no kernel."""
 
-import functools
-import importlib.util
 import math
-import os
 from importlib import metadata
 from typing import Any
 
 import torch
+from opkiln.device.triton import triton_refusal
 from opkiln.hookspecs import hookimpl
 from opkiln.registry import Implementation, Prepare, Refusal
 from opkiln.spec import Call
@@ -21,21 +19,6 @@ F32_PRODUCTS = 2**25
 INDEX_LIMIT = 2**31 - 2**24  # of a 32-bit index whose tile reaches past the end
 
 
-@functools.cache
-def device_refusal(device: torch.device) -> Refusal | None:
-    """Why Triton kernels do not run on `device`."""
-    if importlib.util.find_spec("triton") is None:
-        return Refusal("triton is not installed: pip install 'triton>=3.6'")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
-    return None
-
-
 def supports(call: Call) -> Refusal | None:
     x, out, n = call.tensors.input, call.outputs[0], len(call.params.stride)
     if x.dtype not in DTYPES:
@@ -47,7 +30,7 @@ def supports(call: Call) -> Refusal | None:
     products = out.numel // max(images, 1) * math.prod(call.tensors.weight.shape[1:])
     if x.dtype == torch.float32 and not call.params.allow_tf32 and products > F32_PRODUCTS:
         return Refusal(f"{products} products an image in IEEE float32 are left to cuDNN")
-    return device_refusal(call.device) or speed_refusal(call)
+    return triton_refusal(call.device) or speed_refusal(call)
 
 
 def speed_refusal(call: Call) -> Refusal | None:

@@ -1,15 +1,14 @@
 """Registers the kernels of FFT, MHC and top-k as backend `opkiln`. Imports no kernel."""
 
-import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 import torch
 from opkiln.device import cuda
+from opkiln.device.triton import triton_refusal
 from opkiln.hookspecs import hookimpl
 from opkiln.registry import Implementation, Prepare, Refusal
 from opkiln.spec import Call
@@ -24,21 +23,6 @@ CUDA_DTYPES = {
 MODULES = {"mhc_post": "mhc_post", "mhc_pre": "mhc_pre", "fft": "fft", "topk_selector": "topk"}
 TRAITS = frozenset({"deterministic", "batch_invariant"})
 EXTRA = "opkiln-misc[cu13]"  # brings NVRTC and what launches its kernels
-
-
-@functools.cache
-def triton_refusal(device: torch.device) -> Refusal | None:
-    """Why Triton kernels do not run on `device`."""
-    if importlib.util.find_spec("triton") is None:
-        return Refusal("triton is not installed: pip install 'triton>=3.6'")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
-    return None
 
 
 def cuda_refusal(device: torch.device) -> Refusal | None:

@@ -1,13 +1,11 @@
 """Registers the norm kernels as backend `opkiln`. Imports no kernel."""
 
-import functools
-import importlib.util
-import os
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 import torch
+from opkiln.device.triton import triton_refusal
 from opkiln.hookspecs import hookimpl
 from opkiln.registry import Implementation, Prepare, Refusal
 from opkiln.spec import Call
@@ -29,21 +27,6 @@ ROW_TRAITS = DETERMINISTIC | {"batch_invariant"}
 CHANNEL_NORMS = ("batch_norm", "group_norm", "instance_norm")
 
 
-@functools.cache
-def device_refusal(device: torch.device) -> Refusal | None:
-    """Why Triton kernels do not run on `device`."""
-    if importlib.util.find_spec("triton") is None:
-        return Refusal("triton is not installed: pip install 'triton>=3.6'")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
-    return None
-
-
 def supports_row_norm(call: Call) -> Refusal | None:
     from opkiln_norm.row_plan import plan_for
 
@@ -54,7 +37,7 @@ def supports_row_norm(call: Call) -> Refusal | None:
         plan_for(call)
     except ValueError as error:
         return Refusal(str(error))
-    return device_refusal(call.device)
+    return triton_refusal(call.device)
 
 
 def load_row_norm() -> Prepare:
@@ -81,7 +64,7 @@ def supports_channel_norm(call: Call) -> Refusal | None:
         channel_plan.backward_plan(call) if backward else channel_plan.forward_plan(call)
     except ValueError as error:
         return Refusal(str(error))
-    return device_refusal(call.device)
+    return triton_refusal(call.device)
 
 
 def load_channel_forward() -> Prepare:

@@ -1,12 +1,10 @@
 """Registers the pooling kernels as backend `opkiln`. Imports no kernel."""
 
-import functools
-import importlib.util
-import os
 from importlib import metadata
 from typing import Any
 
 import torch
+from opkiln.device.triton import triton_refusal
 from opkiln.hookspecs import hookimpl
 from opkiln.registry import Implementation, Prepare, Refusal
 from opkiln.spec import Call
@@ -23,28 +21,13 @@ POOLS = (
 )
 
 
-@functools.cache
-def device_refusal(device: torch.device) -> Refusal | None:
-    """Why Triton kernels do not run on `device`."""
-    if importlib.util.find_spec("triton") is None:
-        return Refusal("triton is not installed: pip install 'triton>=3.6'")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
-    return None
-
-
 def supports(call: Call) -> Refusal | None:
     x = call.tensors.input
     if x.dtype not in DTYPES:
         return Refusal(f"serves float16, bfloat16 and float32, input is {x.dtype}")
     if call.spec.name.endswith(("pool3d", "pool3d_indices")) and x.ndim == 4 and x.channels_last:
         return Refusal("an unbatched volume with its depth innermost in memory")
-    return device_refusal(call.device)
+    return triton_refusal(call.device)
 
 
 def load_pool() -> Prepare:

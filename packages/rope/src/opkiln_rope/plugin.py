@@ -1,12 +1,10 @@
 """Registers the rotation kernel as backend `opkiln` of all its ops. Imports no kernel."""
 
-import functools
-import importlib.util
-import os
 from importlib import metadata
 from typing import Any
 
 import torch
+from opkiln.device.triton import triton_refusal
 from opkiln.hookspecs import hookimpl
 from opkiln.registry import Implementation, Prepare, Refusal
 from opkiln.spec import Call
@@ -25,21 +23,6 @@ OPS = (
 FORMS = ("", "_inplace", "_backward")
 
 
-@functools.cache
-def device_refusal(device: torch.device) -> Refusal | None:
-    """Why Triton kernels do not run on `device`."""
-    if importlib.util.find_spec("triton") is None:
-        return Refusal("triton is not installed: pip install 'triton>=3.6'")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        return Refusal(f"runs on CUDA devices, the tensors are on {device.type}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return Refusal(f"needs compute capability 8.0, {device} has {major}.{minor}")
-    return None
-
-
 def supports(call: Call) -> Refusal | None:
     from opkiln_rope.rotation_plan import plan_for
 
@@ -50,7 +33,7 @@ def supports(call: Call) -> Refusal | None:
         plan_for(call)
     except ValueError as error:
         return Refusal(str(error))
-    return device_refusal(call.device)
+    return triton_refusal(call.device)
 
 
 def load() -> Prepare:

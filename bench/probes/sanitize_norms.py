@@ -1,0 +1,150 @@
+"""The calls of sanitize_cases.py that launch the kernels of the norms."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Case = tuple[str, Callable[[], Any]]
+
+
+def on_gpu(*shape: int, dtype: Any = None, grad: bool = False) -> Any:
+    """Made on the CPU: a GPU's generator would be one more kernel under the tool."""
+    import torch
+
+    x = torch.randn(shape).to(dtype or torch.bfloat16).cuda()
+    return x.requires_grad_() if grad else x
+
+
+def row_norms() -> Iterator[Case]:
+    import torch
+    from opkiln import functional as F
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, n in ((1, 4096), (37, 250), (33, 256), (140, 4096), (3, 16384), (5, 70000)):
+            x, w, b = on_gpu(rows, n, dtype=dtype), on_gpu(n, dtype=dtype), on_gpu(n, dtype=dtype)
+            name = f"{rows} x {n} {dtype}"
+            yield (
+                f"rms_norm {name}",
+                lambda x=x, w=w: F.rms_norm(x, x.shape[1:], w, backend="opkiln"),
+            )
+            yield (
+                f"layer_norm {name}",
+                lambda x=x, w=w, b=b: F.layer_norm(x, x.shape[1:], w, b, backend="opkiln"),
+            )
+    x, r, w, b = on_gpu(37, 1000), on_gpu(37, 1000), on_gpu(1000), on_gpu(1000)
+    s = on_gpu(37, 1000)
+    given = {"backend": "opkiln"}
+    yield "fused_add_rms_norm", lambda: F.fused_add_rms_norm(x, r, (1000,), w, **given)
+    yield "fused_add_layer_norm", lambda: F.fused_add_layer_norm(x, r, (1000,), w, b, **given)
+    yield "ada_layer_norm", lambda: F.ada_layer_norm(x, s, r, **given)
+    yield "ada_layer_norm_zero", lambda: F.ada_layer_norm_zero(x, s, r, s, **given)
+    yield (
+        "fused_add_rms_norm inplace",
+        lambda: F.fused_add_rms_norm(x.clone(), r.clone(), (1000,), w, inplace=True, **given),
+    )
+    from opkiln_norm import row_cluster
+
+    # A plan is kept by shape, so every tiling has a number of rows of its own.
+    for rows, use in zip(
+        (300, 301, 302, 303),
+        (
+            {"cluster": 2, "threads": 128, "vectors": 2},
+            {"cluster": 4, "threads": 64, "vectors": 2, "persistent": True, "prefetch": True},
+            {"cluster": 2, "threads": 128, "vectors": 2, "ring": 2, "persistent": True},
+            {"cluster": 2, "threads": 128, "vectors": 2, "ring": 1, "persistent": True},
+        ),
+        strict=True,
+    ):
+        for op in ("rms_norm", "layer_norm", "fused_add_rms_norm"):
+            if "ring" in use and op == "fused_add_rms_norm":
+                continue
+            yield (
+                f"{op} {use}",
+                lambda op=op, r=rows, use=use: clustered(row_cluster, F, op, r, use),
+            )
+
+
+def clustered(module: Any, functional: Any, op: str, rows: int, use: dict[str, Any]) -> Any:
+    """A row norm by the CUDA kernel, whatever the tuning table says."""
+    row = {"op": op, "itemsize": 2, "n": 4000, "rows": [1, None], "label": "sanitize", "use": use}
+    module.cluster_rows = lambda: [row]
+    x, w = on_gpu(rows, 4000), on_gpu(4000)
+    if op == "layer_norm":
+        return functional.layer_norm(x, (4000,), w, w, backend="opkiln")
+    if op == "rms_norm":
+        return functional.rms_norm(x, (4000,), w, backend="opkiln")
+    return functional.fused_add_rms_norm(x, on_gpu(rows, 4000), (4000,), w, backend="opkiln")
+
+
+def channel_norms() -> Iterator[Case]:
+    import torch
+    from opkiln import functional as F
+    from opkiln_norm import channel_cuda
+
+    shapes = [(32, 64), (3, 5, 33, 31), (2, 4, 512, 300), (64, 3, 7), (2, 3, 1024, 1024)]
+    for shape in shapes:
+        for dtype in (torch.bfloat16, torch.float32):
+            yield f"channel {shape} {dtype}", lambda s=shape, d=dtype: all_channel_norms(F, s, d)
+    yield "channel streamed", lambda: streamed(F, (2, 3, 128, 512))
+    uses = [
+        ("team", (4, 6, 16, 32), {"vector_bytes": 16, "team_warps": 1, "teams": 4, "vectors": 8}),
+        ("team", (3, 6, 16, 32), {
+            "vector_bytes": 16, "team_warps": 2, "teams": 1, "vectors": 4, "cluster": 2}),
+        ("columns", (24, 64), {"warps": 8, "rows": 4, "lanes": 32}),
+        ("ring", (2, 3, 128, 256), {"threads": 128, "registers": 1, "shared": 1, "groups": 2}),
+    ]  # fmt: skip
+    for kind, shape, use in uses:
+        channels, plane = shape[1], torch.Size(shape[2:]).numel()
+        rows = [
+            {"op": op, "itemsize": 2, "mode": mode, "channels": channels, "cols": plane,
+             "kind": kind, "label": "sanitize", "use": use}
+            for op in ("batch_norm", "instance_norm", "batch_norm_backward")
+            for mode in ("", "given", "averaged")
+        ]  # fmt: skip
+        yield (
+            f"{kind} {use}",
+            lambda rows=rows, shape=shape: by_table(channel_cuda, F, shape, rows),
+        )
+
+
+def streamed(functional: Any, shape: tuple[int, ...]) -> None:
+    """The persistent Triton kernels, which the table names for one backward shape only."""
+    import torch
+    from opkiln_norm import channel_plan
+
+    n, channels, *plane = shape
+    view = [channels, n, torch.Size(plane).numel(), 1]
+    use = {"block_m": 1, "block_n": 1024, "num_warps": 4, "slices": 1, "stream": 1}
+    rows = [
+        {"op": op, "itemsize": 2, "given": False, "view": view, "label": "sanitize", "use": use}
+        for op in ("batch_norm", "batch_norm_backward")
+    ]
+    table = channel_plan.tuning_rows
+    channel_plan.tuning_rows = lambda: rows
+    all_channel_norms(functional, shape, torch.bfloat16)
+    channel_plan.tuning_rows = table
+
+
+def by_table(module: Any, functional: Any, shape: tuple[int, ...], rows: list[Any]) -> None:
+    import torch
+
+    module.cuda_rows = lambda: rows
+    all_channel_norms(functional, shape, torch.bfloat16)
+    module.cuda_rows = lambda: []
+
+
+def all_channel_norms(functional: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    import torch
+
+    f32, given = torch.float32, {"backend": "opkiln"}
+    x, c = on_gpu(*shape, dtype=dtype), shape[1]
+    w, b = on_gpu(c, dtype=dtype), on_gpu(c, dtype=dtype)
+    mean, var = on_gpu(c, dtype=f32), on_gpu(c, dtype=f32).abs()
+    functional.batch_norm(x, mean, var, w, b, training=True, **given)
+    functional.batch_norm(x, mean, var, w, b, training=False, **given)
+    functional.batch_norm_backward(on_gpu(*shape, dtype=dtype), x, w, mean, var, **given)
+    if len(shape) > 2:
+        functional.instance_norm(x, None, None, w, b, **given)
+        functional.instance_norm(x, mean, var, w, b, **given)
+        functional.instance_norm(x, mean, var, w, b, use_input_stats=False, **given)
+        functional.group_norm(x, c, w, b, **given)
+        functional.group_norm(x, 1, w, b, **given)
