@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from opkiln import hookspecs
 from opkiln.cli import commands, doctor
-from opkiln.registry import Registry
+from opkiln.registry import REGISTRY, Registry
 
 HEADER = """
 from opkiln import Implementation, hookimpl, simple
@@ -85,7 +85,11 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A registry that has loaded nothing; distributions go into tmp_path."""
     monkeypatch.syspath_prepend(tmp_path)
     fresh = Registry()
-    monkeypatch.setattr("opkiln.dispatch.REGISTRY", fresh)
+    REGISTRY.load()  # the process's own, before a test names an allow list
+    plans: dict[object, object] = {}  # what a broken plugin leaves must not serve other tests
+    for module in ("opkiln.dispatch", "opkiln.road"):
+        monkeypatch.setattr(f"{module}.REGISTRY", fresh)
+        monkeypatch.setattr(f"{module}.PLANS", plans)
     monkeypatch.setattr("opkiln.api.REGISTRY", fresh)
     monkeypatch.setattr(doctor, "REGISTRY", fresh)
     return fresh
