@@ -36,6 +36,7 @@ CASES: dict[str, Case] = {
     "patch-volume": ("max_pool3d_indices", (2, 64, 32, 112, 112), BF16, CUBE, None),
     "plane-aligned": ("adaptive_max_pool2d", (8, 64, 8, 8), F16, {"output_size": (1, 1)}, None),
     "strip-aligned": ("adaptive_avg_pool2d", (8, 64, 56, 56), F16, {"output_size": (6, 6)}, None),
+    "strip-small-odd": ("adaptive_avg_pool2d", (2, 3, 9, 11), F16, {"output_size": (4, 3)}, None),
     "strip-steps": ("adaptive_max_pool2d_indices", (8, 64, 56, 56), BF16, {"output_size": (6, 6)},
                     Tiling("strip", 1, 1, step=4)),
     "table-plane-odd": ("adaptive_max_pool2d_indices", (8, 64, 7, 7), F16,

@@ -56,7 +56,9 @@ def strip_kernel(
         position = h * W + w[None, :]
         total, positions = accumulate(total, positions, x, position, mask, REDUCE, F32, PAIRS)
 
-    ow = tl.arange(0, BLOCK_OW)
+    # program_id(1) is 0, which LLVM does not know: given ow's range it divides in packed 16 bits,
+    # and ptxas 12.8 drops the constant of add.s16x2 (wrong windows on an H200).
+    ow = tl.arange(0, BLOCK_OW) + tl.program_id(1)
     w_start = ow * W // OW
     w_end = ((ow + 1) * W + OW - 1) // OW
     inside = (w[None, :] >= w_start[:, None]) & (w[None, :] < w_end[:, None])
