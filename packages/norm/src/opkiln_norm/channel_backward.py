@@ -94,7 +94,7 @@ def add_tiles(sum_g, sum_gx, x, g, mean, CHUNKS: tl.constexpr):
     for c in tl.static_range(CHUNKS):
         gc = g[c].to(tl.float32)
         sum_g += gc
-        sum_gx += gc * (x[c].to(tl.float32) - mean)
+        sum_gx = tl.fma(gc, x[c].to(tl.float32) - mean, sum_gx)
     return sum_g, sum_gx
 
 

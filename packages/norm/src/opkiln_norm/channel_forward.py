@@ -115,7 +115,7 @@ def resident_kernel(
         if not EVEN:
             j = c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             centred = tl.where(row_ok & (j < n_cols), centred, 0.0)
-        moment += centred * centred
+        moment = tl.fma(centred, centred, moment)
     moment = over_set(moment, i, per_group, POOL, SEGMENT)
     rstd = tl.rsqrt(moment / count + eps)
 

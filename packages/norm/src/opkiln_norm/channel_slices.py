@@ -47,7 +47,7 @@ def merge_tiles(n, mean, moment, x, row_ok, first, n_cols, EVEN: tl.constexpr,
         if not EVEN:
             j = first + c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             centred = tl.where(row_ok & (j < n_cols), centred, 0.0)
-        new_moment += centred * centred
+        new_moment = tl.fma(centred, centred, new_moment)
     delta = new_mean - mean
     if EVEN:
         share = CHUNKS / (n + CHUNKS)  # a scalar: every lane has seen as many
@@ -101,9 +101,9 @@ def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_
         slice_mean = over_set(mean, local, 1, POOL, False) * (1.0 / width)
     else:
         count = over_set(n, local, 1, POOL, False)
-        slice_mean = over_set(n * mean, local, 1, POOL, False) / tl.maximum(count, 1.0)
+        slice_mean = over_set(tl.fma(n, mean, 0.0), local, 1, POOL, False) / tl.maximum(count, 1.0)
     delta = mean - slice_mean
-    slice_moment = over_set(moment + n * delta * delta, local, 1, POOL, False)
+    slice_moment = over_set(tl.fma(n * delta, delta, moment), local, 1, POOL, False)
     ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, n_rows, POOL, ROWS)
     step = sets * slices.to(tl.int64)
     for k in tl.static_range(3):
@@ -140,9 +140,9 @@ def merge_slices(ws_ptr, outer, i, local, slices, sets, n_rows, count, per_group
     n = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     means = tl.load(ptrs + step, mask=mask, other=0.0, cache_modifier=".cg")
     moments = tl.load(ptrs + 2 * step, mask=mask, other=0.0, cache_modifier=".cg")
-    mean = over_set(n * means, i, per_group, POOL, SEGMENT) / count
+    mean = over_set(tl.fma(n, means, 0.0), i, per_group, POOL, SEGMENT) / count
     delta = means - mean
-    return mean, over_set(moments + n * delta * delta, i, per_group, POOL, SEGMENT)
+    return mean, over_set(tl.fma(n * delta, delta, moments), i, per_group, POOL, SEGMENT)
 
 
 @triton.jit

@@ -88,7 +88,12 @@ def over_groups(rows, i, per_group):
 
 @triton.jit
 def over_set(tile, i, per_group, POOL: tl.constexpr, SEGMENT: tl.constexpr):
-    """Sum over a set: a scalar if POOL, else [BLOCK_M, 1]."""
+    """Sum over a set: a scalar if POOL, else [BLOCK_M, 1].
+
+    A tile of products has to come from tl.fma. Triton fuses a plain product into the sum's first
+    exchange, as fma(a, b, the other lane's): then lanes round differently, and their copies of
+    the sum, which they write to the same shared word, differ (racecheck found it).
+    """
     if POOL:
         total = tl.sum(tile)
     else:
