@@ -67,7 +67,7 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, argument: str, message
     [
         ("reprot", "unknown command 'reprot'; the nearest is report; settings are name=value"),
         ("verfy", "the nearest is verify;"),
-        ("xyzzy", "the nearest is report, compare, history, verify, calibrate, collect;"),
+        ("xyzzy", "the nearest is report, compare, history, verify, calibrate, collect, table;"),
     ],
 )
 def test_an_unknown_command_lists_the_nearest(tmp_path: Path, word: str, told: str) -> None:

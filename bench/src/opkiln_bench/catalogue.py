@@ -1,6 +1,7 @@
 """The rows: which call of which op, with which shapes. Read from `conf/rows/*.yaml`.
 
-A shape may end in a dtype (`[128, f32]`); without one the tensor has the row's dtype.
+A shape may end in a dtype (`[128, f32]`); without one the tensor has the row's dtype. A file of
+`gradients` lists rows of backward ops by the rows of their forwards.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from types import MappingProxyType
@@ -29,6 +30,9 @@ TORCH_NAMES = {
     "i32": "int32",
     "i64": "int64",
 }
+
+
+MODES = ("fwd", "bwd", "all")
 
 
 class CatalogueError(ValueError):
@@ -55,6 +59,7 @@ class Row:
     op, name: the op on the pages (RMSNormFwd) and in Python (rms_norm). function: the name in
     opkiln.functional. pages: label on each page that shows the row. peak: which unit bounds it.
     condition: how much the formula amplifies rounding errors (see opkiln.conformance.compare).
+    forward: the op whose gradient the row takes; function, tensors and args are then that op's.
     """
 
     op: str
@@ -71,6 +76,7 @@ class Row:
     model: str | None = None
     note: str | None = None
     where: str = ""  # the file
+    forward: str | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -166,10 +172,42 @@ def _order(document: Any, where: str) -> float:
     return float(order)
 
 
-def load_rows(packages: Iterable[str] | None = None) -> list[Row]:
-    """Every row of this package and of the plugins; two rows of one key are an error.
+def parse_gradients(document: dict[str, Any], forwards: Sequence[Row], where: str) -> list[Row]:
+    """The rows of a file of gradients, made from `forwards`."""
+    known = {row.key: row for row in forwards}
+    rows = []
+    for number, entry in enumerate(document["gradients"] or [], 1):
+        try:
+            op, of, args = entry["op"], entry["of"], dict(entry.get("args", {}))
+            keys = [(of, label, d) for label, dtypes in entry["rows"].items() for d in dtypes]
+        except KeyError as exc:
+            raise CatalogueError(f"{where}: gradient {number} has no {exc.args[0]}") from exc
+        except (TypeError, AttributeError, ValueError) as exc:
+            raise CatalogueError(f"{where}: gradient {number} cannot be read: {exc}") from exc
+        for key in keys:
+            if key not in known:
+                raise CatalogueError(f"{where}: {op}: there is no row {' '.join(map(str, key))}")
+            row = known[key]
+            name = f"{row.name}_backward"
+            changes: dict[str, Any] = {"op": op, "name": name, "args": row.args | args}
+            rows.append(replace(row, **changes, pages={}, where=where, forward=of))
+    return rows
 
-    Files come by their `order`, which is the pages' order of ops; those without one come last.
+
+def in_mode(row: Row, mode: str) -> bool:
+    """fwd: the rows of the pages, which have batch norm's backward too; bwd: every backward."""
+    return {
+        "fwd": row.forward is None,
+        "bwd": row.name.endswith("_backward"),
+        "all": True,
+    }[mode]
+
+
+def load_rows(packages: Iterable[str] | None = None, mode: str = "fwd") -> list[Row]:
+    """The rows of this package and of the plugins; two rows of one key are an error.
+
+    Files come by their `order`, which is the pages' order of ops; those without one come after, and
+    gradients last. mode: see `in_mode`.
     """
     if packages is None:
         packages = ["opkiln_bench.conf", *workload_packages().values()]
@@ -182,13 +220,24 @@ def load_rows(packages: Iterable[str] | None = None) -> list[Row]:
                 document = _document(path.read_text(encoding="utf-8"), where)
                 documents.append((_order(document, where), where, document))
     found: dict[tuple[str, str, str], tuple[Row, str]] = {}
-    for _, where, document in sorted(documents, key=lambda d: d[0]):
-        for row in parse_rows(document, where):
+    documents.sort(key=lambda d: (_is_gradients(d[2]), d[0]))
+    for _, where, document in documents:
+        if not _is_gradients(document):
+            rows = parse_rows(document, where)
+        elif mode == "fwd":
+            continue
+        else:
+            rows = parse_gradients(document, [row for row, _ in found.values()], where)
+        for row in rows:
             if row.key in found:
                 other = found[row.key][1]
                 raise CatalogueError(f"{where}: {row} is already a row of {other}")
             found[row.key] = row, where
-    return [row for row, _ in found.values()]
+    return [row for row, _ in found.values() if in_mode(row, mode)]
+
+
+def _is_gradients(document: Any) -> bool:
+    return isinstance(document, dict) and "gradients" in document
 
 
 def as_patterns(value: Any) -> list[str]:

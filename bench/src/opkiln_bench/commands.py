@@ -1,4 +1,4 @@
-"""The commands beside the Hydra app: report, compare, history, verify, calibrate, collect."""
+"""The commands beside the Hydra app, which measures: they read or fold what it measured."""
 
 from __future__ import annotations
 
@@ -93,6 +93,19 @@ def collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def table(arguments: argparse.Namespace) -> int:
+    from opkiln_bench.records import read_runs
+    from opkiln_bench.table import write_tables
+
+    runs = [run for folder in arguments.runs for run in read_runs(Path(folder))]
+    written, without = write_tables(runs, arguments.out)
+    for path, entries in written.items():
+        print(f"{entries} times in {path}")
+    if without:
+        print(f"{without} rows left out: their record states no bucket; measure them again")
+    return 0 if written else 1
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report,
     "compare": compare,
@@ -100,6 +113,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": verify,
     "calibrate": calibrate,
     "collect": collect,
+    "table": table,
 }
 
 
@@ -128,6 +142,11 @@ def parser() -> argparse.ArgumentParser:
     p = sub.add_parser("collect", help="fold the records of shards into one run")
     p.add_argument("runs", nargs="+", metavar="RUN")
     p.add_argument("--into", required=True, help="folder of the new run")
+    p = sub.add_parser("table", help="measured times for dispatch, of opkiln and torch")
+    p.add_argument("runs", nargs="+", metavar="RUN")
+    p.add_argument(
+        "--out", required=True, help="file to write; {family} in it: a file for each family"
+    )
     return root
 
 

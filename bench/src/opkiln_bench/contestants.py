@@ -12,13 +12,21 @@ from typing import Any
 import torch
 from opkiln import functional, road
 from opkiln.dispatch import consider, plan
+from opkiln.measured import bucket_of
 from opkiln.policy import DEFAULT
 from opkiln.registry import REGISTRY
 from opkiln.spec import Call, OpSpec
 
-from opkiln_bench.catalogue import CatalogueError, Row, choose
+from opkiln_bench.catalogue import TORCH_NAMES, CatalogueError, Row, TensorRow, choose
+from opkiln_bench.gradients import gradient_call
 from opkiln_bench.inputs import make_inputs
 from opkiln_bench.peers import absent
+
+# with the integers in which max pools save where their maxima lie
+SHORT_NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()} | {
+    torch.uint8: "u8",
+    torch.int16: "i16",
+}
 
 
 @dataclass
@@ -33,6 +41,18 @@ class Subject:
     @property
     def call(self) -> Call:
         return Call.of(self.spec, self.tensors, self.params)
+
+    @property
+    def shown_tensors(self) -> dict[str, TensorRow]:
+        """The tensors of the call by name, in the spec's order for a gradient."""
+        if self.row.forward is None:
+            return self.row.tensors
+        pairs = zip(self.spec.tensor_names, self.tensors, strict=True)
+        return {
+            n: TensorRow(tuple(t.shape), SHORT_NAMES[t.dtype])
+            for n, t in pairs
+            if t is not None and t.numel()
+        }
 
     def fresh_tensors(self) -> list[torch.Tensor | None]:
         """The tensors, with copies of those that the op writes."""
@@ -56,9 +76,11 @@ def canonical(function: str, arguments: dict[str, Any]) -> road.Bound:
 def bring(row: Row, device: torch.device) -> Subject:
     """A row's inputs on `device`, through the canonical form of the public function."""
     spec, tensors, params = canonical(row.function, {**make_inputs(row, device), **row.args})
-    if spec.op != row.op:
+    if spec.op != (row.forward or row.op):
         raise ValueError(f"{row}: opkiln.functional.{row.function} calls {spec.op}")
-    return Subject(row, spec, list(tensors), params)
+    if row.forward is None:
+        return Subject(row, spec, list(tensors), params)
+    return Subject(row, *gradient_call(spec, tensors, params, f"gradient of {row}"))
 
 
 @dataclass
@@ -116,6 +138,12 @@ def cost_of(subject: Subject) -> dict[str, int]:
         "bytes_read": cost.bytes_read,
         "bytes_written": cost.bytes_written,
     }
+
+
+def bucket_entry(subject: Subject) -> dict[str, Any]:
+    """Kind and sizes of the call, by which dispatch finds its times (opkiln.measured)."""
+    bucket = bucket_of(subject.call)
+    return {"kind": bucket.kind, "sizes": list(bucket.sizes)}
 
 
 def shown_args(subject: Subject) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from opkiln_bench.analysis import Result
 from opkiln_bench.limits import Limits, peak_key
-from opkiln_bench.pages import FAMILIES, label, sizes
+from opkiln_bench.pages import FAMILIES, family_of, label, sizes
 from opkiln_bench.peers import unmeasured_figures
 from opkiln_bench.records import row_key
 
@@ -34,7 +34,8 @@ def row_data(result: Result) -> dict[str, Any]:
     ours = record["backends"].get("opkiln", {})
     cost = record["cost"]
     return {
-        **{k: record[k] for k in ("op", "dtype", "family", "model", "note", "date", "commit")},
+        **{k: record[k] for k in ("op", "dtype", "model", "note", "date", "commit")},
+        "family": family_of(result),
         "label": label(result),
         "status": result.status,
         "reason": result.reason,

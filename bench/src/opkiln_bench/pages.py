@@ -30,6 +30,7 @@ FAMILIES = {
     "fft": "FFT",
     "mhc": "MHC",
     "top-k": "Top-k",
+    "backward": "Backward",
 }
 MARKS = {"ahead": "🟢 ", "level": "", "behind": "🔴 "}
 
@@ -68,6 +69,16 @@ def unmeasured_here(result: Result) -> str:
     return " ".join(f"{name} {milliseconds(us)}" for name, us in figures)
 
 
+def is_gradient(result: Result) -> bool:
+    """Whether the row is no row of the pages, but the gradient of one."""
+    return result.record.get("forward") is not None
+
+
+def family_of(result: Result) -> str:
+    """The page that a row stands on: gradients have one of their own."""
+    return "backward" if is_gradient(result) else str(result.record["family"])
+
+
 def label(result: Result) -> str:
     """The row's name on the page of its family."""
     record = result.record
@@ -88,14 +99,19 @@ def _dtype_suffix(tensor: dict[str, Any], record: dict[str, Any]) -> str:
 
 
 SPATIAL = {3: "N, C, L", 4: "N, C, H, W", 5: "N, C, D, H, W"}
-# What an op's shape rule calls by one name, as a reader does: by rank.
+# What an op's shape rule calls by one name, as a reader does: by rank, of an op or its family.
 READABLE = {
     ("convolution", "*NC_spatial"): SPATIAL,
+    ("convolution", "*NO_spatial"): {rank: s.replace("C", "O") for rank, s in SPATIAL.items()},
     ("convolution", "O, I, *kernel"): {3: "O, I, K", 4: "O, I, KH, KW", 5: "O, I, KD, KH, KW"},
     ("pooling", "*NC_spatial"): SPATIAL,
     ("pooling", "*NCHW"): SPATIAL,
+    ("pooling", "*grad"): SPATIAL,
+    ("mean_pooling_backward", "*grad"): {4: "B, chunks, H, D"},
     ("fft", "*shape"): {1: "n", 2: "B, n"},
+    ("fft", "*grad"): {1: "n", 2: "B, n"},
     ("positional-encoding", "*shape"): {2: "S, D", 4: "B, S, H, D"},
+    ("positional-encoding", "*grad"): {2: "S, D", 4: "B, S, H, D"},
 }
 
 
@@ -107,7 +123,8 @@ def named_sizes(record: dict[str, Any]) -> dict[str, str]:
         shape, text = tuple(tensor["shape"]), tensor["dims"]
         if text == f"*{name}_dims":
             text = by_shape.get(shape, text)
-        text = READABLE.get((record["family"], text), {}).get(len(shape), text)
+        readable = READABLE.get((record["name"], text)) or READABLE.get((record["family"], text))
+        text = (readable or {}).get(len(shape), text)
         found[name] = text
         by_shape.setdefault(shape, text)
     return found
@@ -198,8 +215,8 @@ def by_op(rows: Sequence[Result]) -> dict[str, list[Result]]:
 
 def by_family(rows: Sequence[Result]) -> dict[str, dict[str, list[Result]]]:
     """family -> op -> rows, families in the order of the pages, a plugin's own after them."""
-    known = [*FAMILIES, *sorted({r.record["family"] for r in rows} - set(FAMILIES))]
-    found = {f: by_op([r for r in rows if r.record["family"] == f]) for f in known}
+    known = [*FAMILIES, *sorted({family_of(r) for r in rows} - set(FAMILIES))]
+    found = {f: by_op([r for r in rows if family_of(r) == f]) for f in known}
     return {family: ops for family, ops in found.items() if ops}
 
 

@@ -16,10 +16,12 @@ from opkiln_bench.catalogue import load_rows
 from opkiln_bench.compare import Agreement, agreement
 from opkiln_bench.html import write_html
 from opkiln_bench.limits import limits_of
-from opkiln_bench.pages import write_pages
+from opkiln_bench.pages import is_gradient, write_pages
 from opkiln_bench.records import RECORDS, Key, Run, read_runs, record_path
 from opkiln_bench.rows_csv import update_csv
 from opkiln_bench.summary import into_readme, summary
+
+GRADIENTS_CSV = "rows_bwd.csv"
 
 
 def ordered(runs: Sequence[Run], order: Sequence[Key]) -> list[Result]:
@@ -45,13 +47,18 @@ def agreements(runs: Sequence[Run]) -> list[Agreement]:
 
 
 def publish(folders: Sequence[Path], pages: Path, rows_csv: Path) -> list[Path]:
-    """Pages of the runs' rows (later runs win) into `pages`; their lines into `rows_csv`."""
+    """Pages of the runs' rows (later runs win) into `pages`; their lines into `rows_csv`.
+
+    Gradients have a table of their own beside it, `rows_bwd.csv`: `rows_csv` keeps to the pages.
+    """
     runs = sorted(
         (run for folder in folders for run in read_runs(folder)), key=lambda r: r.header["date"]
     )
-    order = [row.key for row in load_rows()]
+    order = [row.key for row in load_rows(mode="all")]
     rows = ordered(runs, order)
-    update_csv(rows_csv, rows, order)
+    update_csv(rows_csv, [r for r in rows if not is_gradient(r)], order)
+    if gradients := [r for r in rows if is_gradient(r)]:
+        update_csv(rows_csv.with_name(GRADIENTS_CSV), gradients, order)
     limits = limits_of(runs[-1].header["config"]["device"])
     written = write_pages(pages, rows, runs, agreements(runs))
     return [*written, write_html(pages, rows, limits, rows_csv)]
@@ -73,7 +80,7 @@ def put_summary(into: Path, readme: Path) -> None:
     headers = [r.header for r in runs]
     gpus = ", ".join(sorted({h["environment"]["device"] for h in headers}))
     table = summary(
-        ordered(runs, [row.key for row in load_rows()]),
+        ordered(runs, [row.key for row in load_rows(mode="all")]),
         gpus,
         [h["commit"] for h in headers],
         [h["date"] for h in headers],

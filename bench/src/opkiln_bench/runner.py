@@ -189,7 +189,7 @@ def choose_rows(cfg: Bench, kind: str) -> list[Row]:
         suite = Suite(
             **yaml.safe_load((files("opkiln_bench.conf") / "suite/smoke.yaml").read_text())
         )
-    rows = load_rows()
+    rows = load_rows(mode=cfg.mode)
     check_ops(rows)
     rows = select(rows, cfg.op, cfg.workload, cfg.dtype)
     rows = in_suite(rows, suite.page, suite.max_row_mbytes, suite.rows_per_op, suite.args)

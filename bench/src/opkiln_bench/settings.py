@@ -71,6 +71,7 @@ class Bench:
     timer: Timer = field(default_factory=Timer)
     device: Device = field(default_factory=Device)
     output: Output = field(default_factory=Output)
+    mode: str = "fwd"  # fwd: the rows of the pages; bwd: every op's backward; all
     op: Any = "*"  # a pattern or a list of them: page names or python names
     workload: Any = "*"
     dtype: Any = "*"  # f16, bf16, f32, c64, c128

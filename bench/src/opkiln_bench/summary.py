@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opkiln_bench.analysis import Result
-from opkiln_bench.pages import FAMILIES, by_family
+from opkiln_bench.pages import FAMILIES, by_family, is_gradient
 from opkiln_bench.verdict import Ratio
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
@@ -26,7 +26,7 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
     short = ", ".join(sorted({c[:12] + mark for c, mark in dirty.items()}))
     days = ", ".join(sorted({d[:10] for d in dates}))
     lines = [
-        total(ratios_of(rows)),
+        total(ratios_of([r for r in rows if not is_gradient(r)])),
         "",
         *table("family", by_name),
         "",

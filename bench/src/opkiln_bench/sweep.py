@@ -24,6 +24,7 @@ from opkiln_bench.contestants import (
     Contestant,
     Subject,
     bring,
+    bucket_entry,
     cost_of,
     declined,
     enter,
@@ -198,6 +199,7 @@ class Sweep:
             "label": row.label,
             "dtype": row.dtype,
             "family": row.family,
+            "forward": row.forward,
             "pages": row.pages,
             "model": row.model,
             "note": row.note,
@@ -210,11 +212,12 @@ class Sweep:
                     # the op allows this dtype whatever the row's is: say so on the page
                     "fixed_dtype": bool(specs[n].dtypes) and t.dtype != row.dtype,
                 }
-                for n, t in row.tensors.items()
+                for n, t in subject.shown_tensors.items()
             },
             "args": row.args,
             "shown_args": shown_args(subject),
             "cost": cost_of(subject),
+            "bucket": bucket_entry(subject),
             "timer": {"name": self.timer.name, "title": self.timer.title},
             "gpu": device_name(self.device),
             "date": now(),

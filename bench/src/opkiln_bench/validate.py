@@ -13,7 +13,7 @@ import numpy as np
 from opkiln import functional
 from opkiln.ops import CATALOGUE
 
-from opkiln_bench.catalogue import CatalogueError, Row, in_shard
+from opkiln_bench.catalogue import MODES, CatalogueError, Row, in_shard
 from opkiln_bench.inputs import check_fill
 from opkiln_bench.settings import Bench
 
@@ -49,6 +49,8 @@ def check_config(cfg: Bench) -> None:
         raise CatalogueError(f"timer.name must be one of {', '.join(TIMERS)}, got {timer.name!r}")
     if cfg.suite.page not in PAGES:
         raise CatalogueError(f"suite.page must be all, norm or null, got {cfg.suite.page!r}")
+    if cfg.mode not in MODES:
+        raise CatalogueError(f"mode must be one of {', '.join(MODES)}, got {cfg.mode!r}")
     in_shard([], cfg.shard)
     check_device(vars(cfg.device))
 

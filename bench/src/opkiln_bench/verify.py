@@ -36,7 +36,7 @@ def row_matches(record: dict[str, Any], wanted: str) -> bool:
 
 def published_row(runs: Sequence[Run], wanted: str, rows_csv: Path) -> Result:
     """The row with this number (its line in rows.csv, from 1) or name. RecordError if not one."""
-    rows = ordered(runs, [row.key for row in load_rows()])
+    rows = ordered(runs, [row.key for row in load_rows(mode="all")])
     if wanted.isdecimal():
         return numbered(rows, int(wanted), rows_csv)
     found = [r for r in rows if row_matches(r.record, wanted)]
@@ -110,7 +110,7 @@ def measure_again(published: Result, run: Run, say: Callable[[str], None]) -> Re
     from opkiln_bench.runner import device_in_use, device_kind, make_timer
     from opkiln_bench.sweep import Sweep
 
-    rows = [row for row in load_rows() if row.key == published_key(published)]
+    rows = [row for row in load_rows(mode="all") if row.key == published_key(published)]
     if not rows:
         raise RecordError(f"{name_of(published.record)} is no row of this opkiln-bench")
     known = {f.name for f in fields(TimerSettings)}

@@ -158,7 +158,7 @@ def main() -> None:
     only_compile()
     device = torch.device("cuda", int(sys.argv[1]))
     torch.cuda.set_device(device)
-    by_key = {row.key: row for row in load_rows()}
+    by_key = {row.key: row for row in load_rows(mode="all")}
     tasks = [line.rstrip("\n").split("\t") for line in sys.stdin]
     for key, group in groupby(tasks, key=lambda t: tuple(t[:3])):
         subject = bring(by_key[key], device)

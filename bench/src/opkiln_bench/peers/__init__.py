@@ -12,10 +12,18 @@ from typing import Any
 from opkiln.hookspecs import hookimpl
 from opkiln.registry import Implementation
 
-from opkiln_bench.peers import flaggems, flashinfer, liger, quack, torch_compile, torch_direct
+from opkiln_bench.peers import (
+    flaggems,
+    flashinfer,
+    liger,
+    quack,
+    torch_autograd,
+    torch_compile,
+    torch_direct,
+)
 
 OPKILN_API = 1
-PEERS = (torch_compile, torch_direct, quack, flashinfer, liger, flaggems)
+PEERS = (torch_compile, torch_direct, torch_autograd, quack, flashinfer, liger, flaggems)
 
 
 @hookimpl
@@ -48,7 +56,7 @@ def unmeasured_figures(op: str, label: str, dtype: str) -> list[tuple[str, float
 
 def fault_of(backend: str, op: str) -> str:
     """Why a peer's results of an op can be wrong, where that is known; empty elsewhere."""
-    return torch_direct.FAULTS.get((backend, op), "")
+    return {**torch_direct.FAULTS, **torch_autograd.FAULTS}.get((backend, op), "")
 
 
 def absent() -> dict[str, str]:

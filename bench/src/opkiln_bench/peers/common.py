@@ -69,16 +69,40 @@ def rows_only(*needed: str, dtypes: tuple[torch.dtype, ...] = ()) -> Supports:
         for name in needed:
             if tensors[name] is None:
                 return Refusal(f"needs {name}")
-        if dtypes and call.tensors.input.dtype not in dtypes:
+        if dtypes and next(iter(tensors.values())).dtype not in dtypes:
             return Refusal("takes " + " and ".join(str(d).removeprefix("torch.") for d in dtypes))
         return on_gpu(call)
 
     return supports
 
 
+def all_gradients(call: Call) -> Refusal | None:
+    """For the backward of row norms: the same, with a weight and every gradient wanted."""
+    if not all(call.params.output_mask):
+        return Refusal("takes calls that want all gradients")
+    return rows_only("weight", dtypes=HALF)(call)
+
+
+def rms_of_rows(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row, in float32: what a forward keeps for its backward."""
+    return torch.rsqrt(x.float().square().mean(-1) + eps)
+
+
+def over_gradient(inplace: Callable[..., Any]) -> Launch:
+    """A backward that writes over its first tensor, on a copy made once; see `on_copies`."""
+    copies: list[torch.Tensor] = []
+
+    def launch(grad: torch.Tensor, *others: torch.Tensor | None) -> Any:
+        if not copies:
+            copies.append(grad.clone())
+        return inplace(copies[0], *others)
+
+    return launch
+
+
 def as_rows(call: Call) -> tuple[tuple[int, ...], tuple[int, int]]:
     """The input's shape, and its shape as [rows, normalized]."""
-    x = call.tensors.input
+    x = next(iter(vars(call.tensors).values()))
     n = call.params.normalized_shape[-1]
     return x.shape, (x.numel // n, n)
 

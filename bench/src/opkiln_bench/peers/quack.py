@@ -1,7 +1,7 @@
 """quack: CuTe DSL row norms. Its layer norms take float32 weights, which are converted once.
 
 The fused add with layer norm is reached through the operator under `layernorm_fwd`, which hands
-over no residual.
+over no residual. It has no backward of layer norms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from opkiln.registry import Implementation, Launch, Prepare
 from opkiln.spec import Call
 
-from opkiln_bench.peers.common import Once, as_rows, peer, rows_only
+from opkiln_bench.peers.common import Once, all_gradients, as_rows, peer, rms_of_rows, rows_only
 
 BACKEND = "quack"
 DISTRIBUTION = "quack-kernels"
@@ -27,6 +27,8 @@ def implementations() -> list[Implementation]:
             "layer_norm": (rows_only("weight"), load_layer_norm),
             "fused_add_rms_norm": (rows_only("weight"), load_fused_add_rms_norm),
             "fused_add_layer_norm": (rows_only("weight"), load_fused_add_layer_norm),
+            "rms_norm_backward": (all_gradients, load_rms_norm_backward),
+            "fused_add_rms_norm_backward": (all_gradients, load_fused_add_rms_norm_backward),
         },
     )
 
@@ -99,6 +101,41 @@ def load_fused_add_layer_norm() -> Prepare:
                 is_layernorm,
             )
             return out, total
+
+        return launch
+
+    return prepare
+
+
+def load_rms_norm_backward() -> Prepare:
+    from quack.rmsnorm import rmsnorm_bwd
+
+    def prepare(call: Call) -> Launch:
+        shape, rows = as_rows(call)
+
+        def launch(grad: Any, x: Any, weight: Any, rstd: Any) -> Any:
+            to_x, to_weight, *_ = rmsnorm_bwd(x.view(rows), weight, grad.view(rows), rstd.flatten())
+            return to_x.view(shape), to_weight
+
+        return launch
+
+    return prepare
+
+
+def load_fused_add_rms_norm_backward() -> Prepare:
+    from quack.rmsnorm import rmsnorm_bwd
+
+    def prepare(call: Call) -> Launch:
+        shape, rows = as_rows(call)
+        kept: list[torch.Tensor] = []
+
+        def launch(grad: Any, grad_total: Any, total: Any, weight: Any) -> Any:
+            if not kept:  # the forward's
+                kept.append(rms_of_rows(total.view(rows), call.params.eps))
+            to_both, to_weight, *_ = rmsnorm_bwd(
+                total.view(rows), weight, grad.view(rows), kept[0], grad_total.view(rows)
+            )
+            return to_both.view(shape), to_both.view(shape), to_weight
 
         return launch
 

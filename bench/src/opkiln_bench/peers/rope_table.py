@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 
 WITH_IDS = "rope_neox_position_ids"
@@ -12,7 +13,8 @@ ROTATIONS = (INTERLEAVED, "rope_neox", "rope_llama31", "rope_yarn", "rope_longro
 
 def cos_sin_table(call: Call, length: int) -> torch.Tensor:
     """[length, rotary_dim] in float32, cosines before sines: the op's own turn of (1, 0) pairs."""
-    spec, params = call.spec, dict(vars(call.params))
+    spec = CATALOGUE[call.spec.name.removesuffix("_backward")]
+    params = {name: getattr(call.params, name) for name in spec.param_names}
     channels, device = call.params.rotary_dim, call.device
     pairs = torch.zeros(length, channels, dtype=torch.float64, device=device)
     interleaved = spec.name == INTERLEAVED

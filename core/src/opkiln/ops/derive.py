@@ -79,7 +79,7 @@ def with_backward(
         for i, n in enumerate(wrt)
     )
     spec = OpSpec(
-        op=op or fwd.op.removesuffix("Fwd").removesuffix("orward") + "Bwd",
+        op=op or fwd.op.removesuffix("Fwd").removesuffix("Forward") + "Bwd",
         name=f"{fwd.name}_backward",
         family=fwd.family,
         tensors=(*grads, *read, *kept),

@@ -1,0 +1,87 @@
+"""`opkiln-bench table RUN...`: the measured times that dispatch chooses by, from records.
+
+Of opkiln and of torch alone: a peer is never picked, so its time decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from opkiln.measured import SCHEMA
+from opkiln.ops import CATALOGUE
+
+from opkiln_bench.analysis import OURS, times
+from opkiln_bench.records import RecordError, Run
+from opkiln_bench.verdict import median_us
+
+BACKENDS = (OURS, "torch")
+FAMILY = "{family}"  # in --out: a file for each family
+
+
+def times_of(runs: Iterable[Run]) -> tuple[dict[str, list[dict[str, Any]]], int]:
+    """Family -> its entries in the order of ops and sizes; how many rows state no bucket.
+
+    Later runs win. RecordError where the runs are not of one GPU.
+    """
+    runs = sorted(runs, key=lambda run: run.header["date"])
+    one_gpu(runs)
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    without = 0
+    for run in runs:
+        for row in run.rows.values():
+            if "bucket" not in row:
+                without += 1
+            elif entry := entry_of(row, run.name):
+                found[entry["op"], entry["kind"], *entry["sizes"]] = entry
+    families: dict[str, list[dict[str, Any]]] = {}
+    for key in sorted(found):
+        families.setdefault(CATALOGUE[key[0]].family, []).append(found[key])
+    return families, without
+
+
+def one_gpu(runs: Sequence[Run]) -> str:
+    gpus = sorted({row["gpu"] for run in runs for row in run.rows.values()})
+    if len(gpus) != 1:
+        raise RecordError(f"a table is of one GPU, these runs have {', '.join(gpus) or 'no rows'}")
+    return str(gpus[0])
+
+
+def entry_of(row: dict[str, Any], run: str) -> dict[str, Any] | None:
+    """One row's entry; None where neither backend has a time, or the op is gone."""
+    us = {
+        backend: round(median_us(times(entry)), 3)
+        for backend in BACKENDS
+        if (entry := row["backends"].get(backend, {})).get("status") == "ok"
+    }
+    if not us or row["name"] not in CATALOGUE:
+        return None
+    provenance = {"date": row["date"], "commit": row["commit"], "run": run}
+    return {"op": row["name"], **row["bucket"], "us": us, **provenance}
+
+
+def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], int]:
+    """Write the tables. Path -> entries; how many rows were left out for want of a bucket.
+
+    out: a path; `{family}` in it stands for each family that has entries.
+    """
+    families, without = times_of(runs)
+    if FAMILY not in out:
+        families = {"": [entry for entries in families.values() for entry in entries]}
+    gpu = one_gpu(runs)
+    written = {}
+    for family, entries in families.items():
+        if entries:
+            path = Path(out.replace(FAMILY, family))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(as_text(gpu, entries), encoding="utf-8")
+            written[str(path)] = len(entries)
+    return written, without
+
+
+def as_text(gpu: str, entries: Sequence[dict[str, Any]]) -> str:
+    """JSON with an entry a line, so that a diff shows which changed."""
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    return f'{{"schema": {SCHEMA}, "gpu": {json.dumps(gpu)}, "times": [\n{lines}\n]}}\n'
