@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from opkiln import measured
-from opkiln.measured import Bucket, Entry, bucket_of, choose, nearest, parse, time_us
+from opkiln import dispatch, measured
+from opkiln.measured import Bucket, Entry, Prediction, bucket_of, choose, nearest, parse, predict
 from opkiln.policy import Policy
 from opkiln.registry import REGISTRY, Implementation, accepts_everything
 from opkiln.spec import Call
@@ -72,7 +72,7 @@ def test_distance_is_the_largest_ratio_in_octaves() -> None:
 
 
 def entry(call: Call, **us: float) -> Entry:
-    return Entry(bucket_of(call), us, "there, then")
+    return Entry(bucket_of(call), us, "there, then", {"torch": 7.0}, 5.0)
 
 
 def test_the_nearest_within_a_factor_of_four() -> None:
@@ -154,19 +154,41 @@ def test_batch_invariance_is_not_given_up(table: Callable[..., None]) -> None:
     assert order(OURS, TORCH, call=invariant) == ["opkiln", "torch"]
 
 
-def test_the_time_of_a_backend(table: Callable[..., None]) -> None:
+def test_the_figures_of_a_backend(table: Callable[..., None]) -> None:
     table(opkiln=12.0, torch=10.0)
-    assert time_us("rms_norm", "torch", call_of(rows=1500)) == (10.0, "there, then")
-    assert time_us("rms_norm", "quack", call_of()) is None
-    assert time_us("layer_norm", "torch", call_of()) is None
-    assert time_us("rms_norm", "torch", call_of(rows=1)) is None
+    assert predict(call_of(rows=1500), "torch") == Prediction(10.0, "there, then", 0.5, 7.0)
+    assert predict(call_of(), "opkiln") == Prediction(12.0, "there, then", 5 / 12, None)
+    assert predict(call_of(), "quack") is None
+    assert predict(call_of(rows=1), "torch") is None
+
+
+def test_dispatch_takes_the_faster_and_explains(
+    table: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = implementation("opkiln", 10)
+    impls = {"opkiln": ours, "torch": TORCH, "x": replace(OTHER, auto=False)}
+    monkeypatch.setattr(REGISTRY, "of", lambda op: impls)
+    table(opkiln=12.0, torch=10.0)
+    assert [i.backend for i, _ in dispatch.ranked(call_of())] == ["torch", "opkiln"]
+    wanted = call_of(policy=Policy(prefer=(("*", ("opkiln",)),)))
+    assert [i.backend for i, _ in dispatch.ranked(wanted)] == ["opkiln", "torch"]
+    found = dispatch.explain_call(call_of())
+    assert found.chosen == "torch"
+    by_name = {c.backend: c for c in found.candidates}
+    assert (by_name["torch"].time_us, by_name["torch"].host_us) == (10.0, 7.0)
+    assert (by_name["x"].time_us, by_name["x"].source) == (None, "rule")
+    shown = str(found).splitlines()
+    assert shown[-1] == "  times: there, then"
+    assert any(line.endswith("10 us, 50 % of the roofline, host 7 us") for line in shown)
+    table(opkiln=8.0, torch=10.0)
+    assert dispatch.explain_call(call_of()).to_json()["chosen"] == "opkiln"
 
 
 def test_a_cpu_has_no_table() -> None:
     call = call_of()
     call.device = torch.device("cpu")
     assert measured.arch_of(call.device) is None
-    assert time_us("rms_norm", "torch", call) is None
+    assert predict(call, "torch") is None
     assert order(OURS, TORCH, call=call) == ["opkiln", "torch"]
 
 

@@ -14,6 +14,7 @@ from opkiln.measured import SCHEMA
 from opkiln.ops import CATALOGUE
 
 from opkiln_bench.analysis import OURS, times
+from opkiln_bench.limits import ceiling, limits_of
 from opkiln_bench.records import RecordError, Run
 from opkiln_bench.verdict import median_us
 
@@ -34,7 +35,7 @@ def times_of(runs: Iterable[Run]) -> tuple[dict[str, list[dict[str, Any]]], int]
         for row in run.rows.values():
             if "bucket" not in row:
                 without += 1
-            elif entry := entry_of(row, run.name):
+            elif entry := entry_of(row, run):
                 found[entry["op"], entry["kind"], *entry["sizes"]] = entry
     families: dict[str, list[dict[str, Any]]] = {}
     for key in sorted(found):
@@ -49,17 +50,27 @@ def one_gpu(runs: Sequence[Run]) -> str:
     return str(gpus[0])
 
 
-def entry_of(row: dict[str, Any], run: str) -> dict[str, Any] | None:
+def entry_of(row: dict[str, Any], run: Run) -> dict[str, Any] | None:
     """One row's entry; None where neither backend has a time, or the op is gone."""
-    us = {
-        backend: round(median_us(times(entry)), 3)
+    timed = {
+        backend: entry
         for backend in BACKENDS
         if (entry := row["backends"].get(backend, {})).get("status") == "ok"
     }
-    if not us or row["name"] not in CATALOGUE:
+    if not timed or row["name"] not in CATALOGUE:
         return None
-    provenance = {"date": row["date"], "commit": row["commit"], "run": run}
-    return {"op": row["name"], **row["bucket"], "us": us, **provenance}
+    limits = limits_of(run.header["config"]["device"])
+    roofline = limits and ceiling(limits, row["cost"], row["peak"], row["dtype"]).roofline_us
+    return {
+        "op": row["name"],
+        **row["bucket"],
+        "us": {backend: round(median_us(times(entry)), 3) for backend, entry in timed.items()},
+        "host_us": {b: e["host_us"] for b, e in timed.items() if e.get("host_us") is not None},
+        **({"roofline_us": round(roofline, 3)} if roofline else {}),
+        "date": row["date"],
+        "commit": row["commit"],
+        "run": run.name,
+    }
 
 
 def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], int]:

@@ -16,7 +16,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -53,11 +53,27 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The times of a bucket by backend, in us, and where they come from."""
+    """The device times of a bucket by backend, in us, and where they come from.
+
+    host_us: of a call from Python. roofline_us: the least time that the device's calibrated limits
+    allow.
+    """
 
     bucket: Bucket
     us: Mapping[str, float]
     source: str
+    host_us: Mapping[str, float] = field(default_factory=dict)
+    roofline_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a backend took on calls like this one. sol: share of the roofline, at most 1."""
+
+    time_us: float
+    source: str
+    sol: float | None = None
+    host_us: float | None = None
 
 
 def bucket_of(call: Call) -> Bucket:
@@ -86,6 +102,8 @@ def parse(document: Mapping[str, Any], where: str) -> list[Entry]:
                 dict(row["us"]),
                 f"{document['gpu']}, {row['date'][:10]}, commit {row['commit'][:12]}, "
                 f"run {row['run']}",
+                dict(row.get("host_us", {})),
+                row.get("roofline_us"),
             )
             for row in document["times"]
         ]
@@ -149,12 +167,14 @@ def entry_of(call: Call) -> Entry | None:
     return nearest(tables(arch).get((bucket.op, bucket.kind), ()), bucket)
 
 
-def time_us(op: str, backend: str, call: Call) -> tuple[float, str] | None:
-    """The time of `backend` on calls like this one, in us, and its source; None: not measured."""
+def predict(call: Call, backend: str) -> Prediction | None:
+    """The measured figures of `backend` on calls like this one; None: not measured."""
     entry = entry_of(call)
-    if entry is None or entry.bucket.op != op or backend not in entry.us:
+    if entry is None or backend not in entry.us:
         return None
-    return entry.us[backend], entry.source
+    us = entry.us[backend]
+    sol = None if entry.roofline_us is None else entry.roofline_us / us
+    return Prediction(us, entry.source, sol, entry.host_us.get(backend))
 
 
 def choose(candidates: Sequence[Implementation], call: Call) -> list[tuple[Implementation, str]]:
