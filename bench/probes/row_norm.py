@@ -5,7 +5,7 @@
     python bench/probes/row_norm.py --write-tuning DIR/row_norm.json ...
 
 The first writes DIR/row_norm.json and prints one line a row; the second does so for the rows of
-BEHIND or SECOND with fewer candidates, and then checks what row_checks.py says; the third puts what
+BEHIND or SECOND with fewer candidates, and then checks what row_checks.py says (not with --only); the third puts what
 such files say of their rows into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by
 CUPTI, L2 flushed before each call, median; a candidate whose output is wrong is recorded and never
 timed. CUDA candidates run in a process of their own first: one that hangs is left out.
@@ -267,8 +267,9 @@ def main() -> None:
     start = time.time()
     child = start_vetting(0)
     pages = read_rows("")
-    cases = row_checks.alone_cases() if some else []
-    extra = row_checks.kernels(pages) if some else []
+    checked = some and not options.only
+    cases = row_checks.alone_cases() if checked else []
+    extra = row_checks.kernels(pages) if checked else []
     resources = common.warm_all(warm, list(dict.fromkeys([*cases, *tasks, *extra])))
     bad = [text for case in cases for text in resources.pop(case)["bad"]]
     invariance = [*bad[:8], f"batch invariance: {len(cases)} cases, {len(bad)} faults"]
@@ -292,7 +293,7 @@ def main() -> None:
         common.write_json(options.out / "row_norm.json", data)
         torch.cuda.empty_cache()
         print(line(results[-1]), flush=True)
-    if some:
+    if checked:
         print(*invariance, *row_checks.timed_checks(pages, flush), sep="\n", flush=True)
     print(f"{len(results)} rows in {time.time() - start:.0f} s")
 

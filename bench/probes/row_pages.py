@@ -31,6 +31,9 @@ SECOND = (
     ),
     ("ada_layer_norm", "llama-8b-decode"),
     ("ada_layer_norm_zero", "llama-8b-decode"),
+    ("rms_norm", "llama-70b-prefill"),
+    ("fused_add_rms_norm", "llama-70b-prefill"),
+    ("fused_add_rms_norm", "llama-405b-prefill"),
 )
 
 

@@ -13,6 +13,8 @@ from opkiln_norm.row_cluster import ClusterTiling  # noqa: E402
 from opkiln_norm.row_plan import Tiling  # noqa: E402
 from row_tilings import AnyTiling, cluster_tilings, decode_tilings  # noqa: E402
 
+PREFILL_ROWS = 8191  # the table's regimes below and above
+
 
 def second(row: Any) -> list[AnyTiling]:
     """Few tilings of each design, those first that the row has now."""
@@ -23,7 +25,7 @@ def second(row: Any) -> list[AnyTiling]:
     elif size <= 4096:
         found = short(row)
     elif size <= row_plan.RESIDENT_BYTES:
-        found = [*twice(row)]
+        found = [*twice(row)] if row.rows > PREFILL_ROWS else [*twice(row), *once(row)]
         found += [ClusterTiling(1, 1024, size // 16384, 2)] if size >= 32768 else []
     else:
         found = [*long(row), *rings(row)]
@@ -38,12 +40,25 @@ def short(row: Any) -> list[AnyTiling]:
     return [best, *more]
 
 
+def once(row: Any) -> list[AnyTiling]:
+    """The row in registers."""
+    found = [
+        Tiling(row.n // chunks, warps, chunks=chunks, evict=evict, packed=packed)
+        for warps in (4, 8, 16, 32)
+        for chunks in (1, 2, 4)
+        for evict in ("", "evict_first")
+        for packed in ((False,) if row.adds else (False, True))
+        if 2 <= row.n // (warps * row.warp) <= 8 and row.n // chunks >= warps * row.warp
+    ]
+    return list(found)
+
+
 def twice(row: Any) -> list[AnyTiling]:
     """x read again after the sum: whole (chunks=0, Inductor's), or all but a last block."""
     found: list[AnyTiling] = []
     huge = row.n * row.itemsize > 32768
     shapes = [(8192, 32), (16384, 32), (32768, 32), (32768, 16)] if huge else [
-        (8192, 16), (8192, 32), (8192, 8), (4096, 16), (2048, 8)
+        (8192, 16), (8192, 32), (8192, 8), (4096, 16), (4096, 8), (2048, 16), (2048, 8)
     ]  # fmt: skip
     for block, warps in shapes:
         for chunks in (0, 1):
