@@ -5,10 +5,10 @@
     python bench/probes/row_norm.py --write-tuning DIR/row_norm.json ...
 
 The first writes DIR/row_norm.json and prints one line a row; the second does so for the rows of
-BEHIND or SECOND with fewer candidates, and then checks what row_checks.py says (not with --only); the third puts what
-such files say of their rows into packages/norm/src/opkiln_norm/tuning/sm90.json. Device time by
-CUPTI, L2 flushed before each call, median; a candidate whose output is wrong is recorded and never
-timed. CUDA candidates run in a process of their own first: one that hangs is left out.
+BEHIND or SECOND with fewer candidates, and then checks what row_checks.py says (not with --only);
+the third puts what such files say of their rows into the tuning/sm90.json of opkiln-norm. Device
+time by CUPTI, L2 flushed before each call, median; a candidate whose output is wrong is recorded
+and never timed. CUDA candidates run in a process of their own first: one that hangs is left out.
 """
 
 import argparse

@@ -48,6 +48,7 @@ def pools() -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
         one, two = on_gpu(3, 5, 1001, dtype=dtype), on_gpu(3, 5, 55, 57, dtype=dtype)
         three, even = on_gpu(2, 3, 9, 14, 16, dtype=dtype), on_gpu(2, 8, 56, 56, dtype=dtype)
+        small = on_gpu(3, 5, 9, 11, dtype=dtype)  # planes that are a row of a tile
         last = even.contiguous(memory_format=torch.channels_last)
         for indexed in (False, True):
             kind = f"{dtype} indices {indexed}"
@@ -58,6 +59,10 @@ def pools() -> Iterator[Case]:
                 yield name, lambda x=x, m=more: F.max_pool2d(x, 3, 2, 1, **m)
                 yield f"{name} 2x2", lambda x=x, m=more: F.max_pool2d(x, 2, 2, **m)
             yield f"max_pool3d {kind}", lambda x=three, m=more: F.max_pool3d(x, 3, 2, 1, **m)
+            yield (
+                f"adaptive_max_pool2d whole {kind}",
+                lambda x=small, m=more: F.adaptive_max_pool2d(x, 1, **m),
+            )
             for size in (1, 6, 7):
                 yield (
                     f"adaptive_max_pool2d {size} {kind}",
@@ -66,6 +71,10 @@ def pools() -> Iterator[Case]:
         yield f"avg_pool1d {dtype}", lambda x=one: F.avg_pool1d(x, 4, 2, 1, True, **given)
         yield f"avg_pool2d {dtype}", lambda x=two: F.avg_pool2d(x, 3, 2, 1, True, **given)
         yield f"avg_pool3d {dtype}", lambda x=three: F.avg_pool3d(x, 3, 2, 1, **given)
+        yield (
+            f"adaptive_avg_pool2d whole {dtype}",
+            lambda x=small: F.adaptive_avg_pool2d(x, 1, **given),
+        )
         for size in (1, 6, 7):
             yield (
                 f"adaptive_avg_pool2d {size} {dtype}",
@@ -183,6 +192,7 @@ def convs() -> Iterator[Case]:
 
     if not opkiln_implementations():
         return
+    import torch
     from opkiln import functional as F
 
     given = {"backend": "opkiln"}
@@ -197,6 +207,13 @@ def convs() -> Iterator[Case]:
         yield (
             f"conv2d {c_in} {c_out} {k} {s}",
             lambda x=x, w=w, b=b, s=s, p=p: F.conv2d(x, w, b, s, p, **given),
+        )
+    for last in (False, True):
+        x, w = on_gpu(2, 32, 14, 14, dtype=torch.float32), on_gpu(32, 1, 3, 3, dtype=torch.float32)
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        yield (
+            f"conv2d depthwise {last}",
+            lambda x=x, w=w: F.conv2d(x, w, None, 1, 1, 1, 32, **given),
         )
     x, w = on_gpu(1, 80, 300), on_gpu(128, 80, 3)
     yield "conv1d", lambda: F.conv1d(x, w, None, 1, 1, **given)

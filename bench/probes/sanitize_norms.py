@@ -76,15 +76,24 @@ def clustered(module: Any, functional: Any, op: str, rows: int, use: dict[str, A
 
 
 def channel_norms() -> Iterator[Case]:
+    """Tiny, and few calls: racecheck slows each access to shared memory, and every kernel is
+    compiled under the tool.
+    """
     import torch
     from opkiln import functional as F
     from opkiln_norm import channel_cuda
 
-    shapes = [(32, 64), (3, 5, 33, 31), (2, 4, 512, 300), (64, 3, 7), (2, 3, 1024, 1024)]
-    for shape in shapes:
-        for dtype in (torch.bfloat16, torch.float32):
-            yield f"channel {shape} {dtype}", lambda s=shape, d=dtype: all_channel_norms(F, s, d)
-    yield "channel streamed", lambda: streamed(F, (2, 3, 128, 512))
+    bf16, f32 = torch.bfloat16, torch.float32
+    yield "channel rows", lambda: batch_norms(F, (32, 64), bf16)
+    for shape, dtype in (((3, 5, 33, 31), bf16), ((64, 3, 7), f32), ((64, 3, 7), bf16)):
+        name = f"channel {shape} {dtype}"
+        yield f"{name} batch", lambda s=shape, d=dtype: batch_norms(F, s, d)
+        yield f"{name} planes", lambda s=shape, d=dtype: plane_norms(F, s, d)
+    for shape, dtype in (((2, 3, 42, 50), bf16), ((2, 4, 64, 64), f32)):
+        name = f"channel sliced {shape} {dtype}"
+        yield f"{name} batch", lambda s=shape, d=dtype: sliced(batch_norms, F, s, d)
+        yield f"{name} planes", lambda s=shape, d=dtype: sliced(plane_norms, F, s, d)
+    yield "channel streamed", lambda: streamed(F, (2, 3, 64, 64))
     uses = [
         ("team", (4, 6, 16, 32), {"vector_bytes": 16, "team_warps": 1, "teams": 4, "vectors": 8}),
         ("team", (3, 6, 16, 32), {
@@ -102,8 +111,19 @@ def channel_norms() -> Iterator[Case]:
         ]  # fmt: skip
         yield (
             f"{kind} {use}",
-            lambda rows=rows, shape=shape: by_table(channel_cuda, F, shape, rows),
+            lambda kind=kind, rows=rows, shape=shape: by_table(channel_cuda, F, kind, shape, rows),
         )
+
+
+def sliced(norms: Callable[..., None], functional: Any, shape: Any, dtype: Any) -> None:
+    """As if no set fitted a program's registers: with small sets."""
+    from opkiln_norm import channel_plan
+
+    before, channel_plan.resident = channel_plan.resident, lambda *args: False
+    try:
+        norms(functional, shape, dtype)
+    finally:
+        channel_plan.resident = before
 
 
 def streamed(functional: Any, shape: tuple[int, ...]) -> None:
@@ -120,19 +140,26 @@ def streamed(functional: Any, shape: tuple[int, ...]) -> None:
     ]
     table = channel_plan.tuning_rows
     channel_plan.tuning_rows = lambda: rows
-    all_channel_norms(functional, shape, torch.bfloat16)
+    batch_norms(functional, shape, torch.bfloat16, evaluation=False)
     channel_plan.tuning_rows = table
 
 
-def by_table(module: Any, functional: Any, shape: tuple[int, ...], rows: list[Any]) -> None:
+def by_table(module: Any, functional: Any, kind: str, shape: Any, rows: list[Any]) -> None:
+    """By the CUDA kernels; only what the kind serves."""
     import torch
 
+    f32 = torch.float32
     module.cuda_rows = lambda: rows
-    all_channel_norms(functional, shape, torch.bfloat16)
+    batch_norms(functional, shape, torch.bfloat16, evaluation=kind == "team")
+    if kind == "team":
+        x, c = on_gpu(*shape), shape[1]
+        mean, var = on_gpu(c, dtype=f32), on_gpu(c, dtype=f32).abs()
+        functional.instance_norm(x, None, None, mean, mean, backend="opkiln")
+        functional.instance_norm(x, mean, var, mean, mean, backend="opkiln")
     module.cuda_rows = lambda: []
 
 
-def all_channel_norms(functional: Any, shape: tuple[int, ...], dtype: Any) -> None:
+def batch_norms(functional: Any, shape: Any, dtype: Any, evaluation: bool = True) -> None:
     import torch
 
     f32, given = torch.float32, {"backend": "opkiln"}
@@ -140,11 +167,28 @@ def all_channel_norms(functional: Any, shape: tuple[int, ...], dtype: Any) -> No
     w, b = on_gpu(c, dtype=dtype), on_gpu(c, dtype=dtype)
     mean, var = on_gpu(c, dtype=f32), on_gpu(c, dtype=f32).abs()
     functional.batch_norm(x, mean, var, w, b, training=True, **given)
-    functional.batch_norm(x, mean, var, w, b, training=False, **given)
+    if evaluation:
+        functional.batch_norm(x, mean, var, w, b, training=False, **given)
     functional.batch_norm_backward(on_gpu(*shape, dtype=dtype), x, w, mean, var, **given)
-    if len(shape) > 2:
-        functional.instance_norm(x, None, None, w, b, **given)
-        functional.instance_norm(x, mean, var, w, b, **given)
-        functional.instance_norm(x, mean, var, w, b, use_input_stats=False, **given)
-        functional.group_norm(x, c, w, b, **given)
-        functional.group_norm(x, 1, w, b, **given)
+
+
+def plane_norms(functional: Any, shape: Any, dtype: Any) -> None:
+    import torch
+    from opkiln.ops import CATALOGUE
+    from opkiln.spec import Call
+    from opkiln_norm import channel_planes_launch
+
+    f32, given = torch.float32, {"backend": "opkiln"}
+    x, g, (n, c) = on_gpu(*shape, dtype=dtype), on_gpu(*shape, dtype=dtype), shape[:2]
+    w, b = on_gpu(c, dtype=dtype), on_gpu(c, dtype=dtype)
+    mean, var = on_gpu(c, dtype=f32), on_gpu(c, dtype=f32).abs()
+    functional.instance_norm(x, None, None, w, b, **given)
+    functional.instance_norm(x, mean, var, w, b, **given)
+    functional.group_norm(x, 1, w, b, **given)
+    for groups, name, params in (
+        (c, "instance_norm_backward", {"use_input_stats": True}),
+        (1, "group_norm_backward", {"num_groups": 1}),
+    ):
+        means, rstds = on_gpu(n, groups, dtype=f32), on_gpu(n, groups, dtype=f32).abs()
+        tensors, params = [g, x, w, means, rstds], params | {"output_mask": (True, True, True)}
+        channel_planes_launch.prepare(Call.of(CATALOGUE[name], tensors, params))(*tensors)

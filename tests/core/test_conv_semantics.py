@@ -103,6 +103,17 @@ class FakeTensorOnGpu:
         self.dtype = dtype
 
 
+@pytest.mark.parametrize("n", NAMES)
+def test_reference_of_many_groups_counts_in_three_dims(n, monkeypatch):
+    x, w, b = normal(2, 4, *[5] * n), normal(6, 2, *[3] * n), normal(6)
+    padded = torch.nn.functional.pad(x, [1, 2] * n)
+    window = [2] * n, [1, 2] * n, [1] * n
+    monkeypatch.setattr(conv, "MANY_GROUPS", 1)
+    for taken, whole in ((x, padded), (x[0], padded[0])):
+        got = conv.reference(taken, w, b, *window, 2, False)
+        torch.testing.assert_close(got, getattr(N, NAMES[n])(whole, w, b, 2, groups=2))
+
+
 @pytest.mark.parametrize("before", ["ieee", "tf32"])
 @pytest.mark.parametrize("allow", [False, True])
 def test_cudnn_precision_is_set_for_the_call_and_put_back(allow, before, monkeypatch):

@@ -20,6 +20,9 @@ from opkiln.ops.derive import with_backward
 from opkiln.spec import FLOAT, Call, OpSpec, OutputSpec, ParamSpec, TensorMeta, TensorSpec
 
 Ints = Sequence[int]
+# From here on the reference counts in three dims: torch's float64 convolutions in one and two go
+# group by group, minutes for 65,539 groups.
+MANY_GROUPS = 1024
 TORCH = {
     1: torch.nn.functional.conv1d,
     2: torch.nn.functional.conv2d,
@@ -79,9 +82,16 @@ def reference(
     allow_tf32: bool,
 ) -> torch.Tensor:
     b = None if bias is None else wide(bias)
-    return native(wide(input), wide(weight), b, stride, padding, dilation, groups, False).to(
-        input.dtype
-    )
+    n = len(stride)
+    extra = 3 - n if groups > MANY_GROUPS else 0
+
+    def lifted(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(*t.shape[:-n], *[1] * extra, *t.shape[-n:])
+
+    ones, zeros = [1] * extra, [0] * (2 * extra)
+    window = [*ones, *stride], [*zeros, *padding], [*ones, *dilation]
+    out = native(lifted(wide(input)), lifted(wide(weight)), b, *window, groups, False)
+    return out.reshape(*out.shape[: -n - extra], *out.shape[-n:]).to(input.dtype)
 
 
 def backward_native(
