@@ -175,9 +175,9 @@ def baselines(row: Row, tensors: list[torch.Tensor], compiled: bool) -> dict[str
     if row.groups:
         out = torch.nn.functional.group_norm(leaf, row.groups, weight, bias, 1e-5)
     else:
-        given = [mean.mean(0), rstd.mean(0)] if "eval" in row.flags else [None, None]
         own = "eval" not in row.flags
-        out = torch.nn.functional.instance_norm(leaf, *given, weight, bias, own)
+        means, variances = (None, None) if own else (mean.mean(0), rstd.mean(0))
+        out = torch.nn.functional.instance_norm(leaf, means, variances, weight, bias, own)
     found: dict[str, Any] = {
         "torch": lambda: torch.autograd.grad(out, (leaf, weight, bias), g, retain_graph=True)
     }
@@ -227,7 +227,7 @@ def measure(row: Row, resources: dict[str, Any], compiled: bool, flush: Any) -> 
         for n, r in resources.items()
         if "compile_error" in r
     ]
-    own = next((c for c in found["candidates"] if c["name"] == "own"), {})
+    own: dict[str, Any] = next((c for c in found["candidates"] if c["name"] == "own"), {})
     return found | {"bar": min(found["baselines"].values(), default=0), "own_us": own.get("us")}
 
 

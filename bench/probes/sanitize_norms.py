@@ -85,7 +85,8 @@ def channel_norms() -> Iterator[Case]:
 
     bf16, f32 = torch.bfloat16, torch.float32
     yield "channel rows", lambda: batch_norms(F, (32, 64), bf16)
-    for shape, dtype in (((3, 5, 33, 31), bf16), ((64, 3, 7), f32), ((64, 3, 7), bf16)):
+    small: Any = (((3, 5, 33, 31), bf16), ((64, 3, 7), f32), ((64, 3, 7), bf16))
+    for shape, dtype in small:
         name = f"channel {shape} {dtype}"
         yield f"{name} batch", lambda s=shape, d=dtype: batch_norms(F, s, d)
         yield f"{name} planes", lambda s=shape, d=dtype: plane_norms(F, s, d)
@@ -185,10 +186,11 @@ def plane_norms(functional: Any, shape: Any, dtype: Any) -> None:
     functional.instance_norm(x, None, None, w, b, **given)
     functional.instance_norm(x, mean, var, w, b, **given)
     functional.group_norm(x, 1, w, b, **given)
-    for groups, name, params in (
+    own: dict[str, Any]
+    for groups, name, own in (
         (c, "instance_norm_backward", {"use_input_stats": True}),
         (1, "group_norm_backward", {"num_groups": 1}),
     ):
         means, rstds = on_gpu(n, groups, dtype=f32), on_gpu(n, groups, dtype=f32).abs()
-        tensors, params = [g, x, w, means, rstds], params | {"output_mask": (True, True, True)}
+        tensors, params = [g, x, w, means, rstds], own | {"output_mask": (True, True, True)}
         channel_planes_launch.prepare(Call.of(CATALOGUE[name], tensors, params))(*tensors)

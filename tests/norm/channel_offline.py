@@ -16,7 +16,7 @@ import triton
 from offline import CAPABILITY, tool
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_norm import channel_norm, channel_plan
+from opkiln_norm import channel_norm, channel_plan, channel_planes_launch
 from opkiln_norm.channel_plan import Tiling
 from triton.backends.compiler import GPUTarget
 
@@ -25,8 +25,11 @@ PARAMS: dict[str, Any] = {
     "instance_norm": {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5},
     "batch_norm_backward": {"training": True, "output_mask": (True, True, True)},
     "group_norm": {"num_groups": 8, "eps": 1e-5},
+    "group_norm_backward": {"num_groups": 8, "output_mask": (True, True, True)},
+    "instance_norm_backward": {"use_input_stats": True, "output_mask": (True, True, True)},
 }
 OPERANDS = {"batch_norm": 4, "instance_norm": 4, "group_norm": 2, "batch_norm_backward": 3}
+PLANES = {"group_norm_backward": 8, "instance_norm_backward": None}  # groups; None: one a channel
 
 
 class Driver:
@@ -46,8 +49,13 @@ def kernels_of(case: list[Any]) -> list[Any]:
     op, dtype, shape, last, use = case
     memory = torch.channels_last if last else torch.contiguous_format
     x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta").to(memory_format=memory)
-    first = [x, x] if op == "batch_norm_backward" else [x]
-    tensors = [*first, *[torch.empty(shape[1], device="meta")] * OPERANDS[op]]
+    first = [x, x] if "backward" in op else [x]
+    channel = torch.empty(shape[1], device="meta")
+    if op in PLANES:
+        statistic = torch.empty(shape[0], PLANES[op] or shape[1], device="meta")
+        tensors = [*first, channel, statistic, statistic]
+    else:
+        tensors = [*first, *[channel] * OPERANDS[op]]
     found = []
 
     def record(kernel: Any, grid: int, options: dict[str, Any]) -> Any:
@@ -57,16 +65,20 @@ def kernels_of(case: list[Any]) -> list[Any]:
 
         return launch
 
+    for module in (channel_norm, channel_planes_launch):
+        module.launcher = record
     mocked: Any = channel_norm
-    mocked.launcher = record
     mocked.multiprocessors = lambda device: 132
     call = Call.of(CATALOGUE[op], tensors, PARAMS[op], real=False)
     if use is not None:
         plan = channel_plan.ChannelPlan
         mocked_plan: Any = channel_plan
         mocked_plan.plan_of = lambda op, view, *_: plan(view, Tiling(**use), "test")
-    backward = op == "batch_norm_backward"
-    (channel_norm.prepare_backward if backward else channel_norm.prepare_forward)(call)(*tensors)
+    prepare = {
+        "batch_norm_backward": channel_norm.prepare_backward,
+        **dict.fromkeys(PLANES, channel_planes_launch.prepare),
+    }.get(op, channel_norm.prepare_forward)
+    prepare(call)(*tensors)
     return found
 
 
@@ -77,7 +89,23 @@ def report(kernel: Any) -> dict[str, Any]:
         log = tool("ptxas", "-v", "--gpu-name", "sm_90a", str(ptx), "-o", str(ptx) + ".cubin")
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"]))
-    return {"name": kernel.metadata.name, "spill_bytes": spilled, "wide_loads": wide}
+    return {
+        "name": kernel.metadata.name,
+        "spill_bytes": spilled,
+        "wide_loads": wide,
+        "fused_exchanges": fused_exchanges(kernel.asm["ptx"]),
+    }
+
+
+def fused_exchanges(ptx: str) -> int:
+    """How many products are fused with what another lane sends: the lanes' sums then differ."""
+    sent, found = set(), 0
+    for line in ptx.splitlines():
+        names = re.findall(r"%r\d+", line)
+        if "shfl.sync" in line:
+            sent.add(names[0])
+        found += "fma.rn" in line and not sent.isdisjoint(names[1:])
+    return found
 
 
 if __name__ == "__main__":

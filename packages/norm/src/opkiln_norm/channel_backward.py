@@ -105,14 +105,14 @@ def write_gradients(d_ptr, x, g, outer, i, row_ok, first, n_cols, mean, scale, s
                     PACKED: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr,
                     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
                     STORE_CACHE: tl.constexpr):  # fmt: skip
-    """grad_input = scale * (g - shift - slope * (x - mean))."""
+    """grad_input = scale * g - shift - slope * (x - mean)."""
     rows = row_pointers(d_ptr, outer, i, outer_sizes, d_steps, D_DENSE, ALIGN)
     for c in tl.static_range(CHUNKS):
-        d = read_again(g[c], scale, PACKED)
+        d = read_again(g[c], scale, PACKED) * scale
         if TRAINING:
             d = d - shift - slope * (read_again(x[c], scale, PACKED) - mean)
         store_tile(
-            rows, d * scale, row_ok, first + c * BLOCK_N, n_cols, col_sizes, d_steps,
+            rows, d, row_ok, first + c * BLOCK_N, n_cols, col_sizes, d_steps,
             D_DENSE, ALIGN, EVEN, BLOCK_N, STORE_CACHE,
         )  # fmt: skip
 
@@ -157,9 +157,9 @@ def resident_backward_kernel(
         scale = rstd * w
     if d_ptr is not None:
         write_gradients(
-            d_ptr, x, g, outer, i, row_ok, 0, n_cols, mean, scale, sum_g / count,
-            sum_gx * rstd * rstd / count, d_steps, outer_sizes, col_sizes, TRAINING, D_DENSE,
-            PACKED, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
+            d_ptr, x, g, outer, i, row_ok, 0, n_cols, mean, scale,
+            scale * sum_g / count, scale * sum_gx * rstd * rstd / count, d_steps, outer_sizes,
+            col_sizes, TRAINING, D_DENSE, PACKED, ALIGN, EVEN, BLOCK_N, CHUNKS, STORE_CACHE,
         )  # fmt: skip
     store_parameters(gw_ptr, gb_ptr, sum_g, sum_gx * rstd, channel, row_ok, CHANNEL)
 
@@ -190,7 +190,7 @@ def slice_sums(x_ptr, g_ptr, mean_ptr, ws_ptr, outer, first_row, part, slices, i
         sum_g, sum_gx = add_tiles(sum_g, sum_gx, x, g, mean, CHUNKS)
     total_g, total_gx = add_up(sum_g, sum_gx, POOL)
     ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, n_rows, POOL, ROWS)
-    step = sets * slices.to(tl.int64)
+    step = sets * tl.cast(slices, tl.int64)
     if POOL:
         tl.store(ptr + part, total_g)
         tl.store(ptr + step + part, total_gx)
@@ -245,14 +245,14 @@ def gradient_slice(
         mask = mask & row_ok
     # Past L1, which does not see what other multiprocessors write.
     parts_g = tl.load(ptr + parts, mask=mask, other=0.0, cache_modifier=".cg")
-    ptr += sets * slices.to(tl.int64)
+    ptr += sets * tl.cast(slices, tl.int64)
     parts_gx = tl.load(ptr + parts, mask=mask, other=0.0, cache_modifier=".cg")
     sum_g, sum_gx = add_up(parts_g, parts_gx, POOL)
     if part == 0:
         store_parameters(gw_ptr, gb_ptr, sum_g, sum_gx * rstd, channel, row_ok, CHANNEL)
     if d_ptr is not None:
-        shift = sum_g / count
-        slope = sum_gx * rstd * rstd / count
+        shift = scale * sum_g / count
+        slope = scale * sum_gx * rstd * rstd / count
         start, end = slice_items(items, part, slices)
         for k in tl.range(start, end):
             item = end - 1 - (k - start)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from opkiln.device import triton
 from opkiln.spec import Call, TensorMeta
 
 from opkiln_norm import channel_cuda
@@ -29,18 +30,8 @@ NOT_IN_FIRST_PASS = ("SEGMENT", "CHANNEL", "PACKED", "STORE_CACHE")
 
 
 def launcher(kernel: Any, grid: int, options: dict[str, Any]) -> Launch:
-    """The kernel on a fixed grid; what Triton chooses a binary by is fixed by the plan."""
-    compiled: Launch | None = None
-
-    def launch(*args: Any) -> None:
-        nonlocal compiled
-        if compiled is not None:
-            compiled(*args)
-        else:
-            made = kernel[(grid, 1, 1)](*args, **options)
-            compiled = made[(grid, 1, 1)] if made is not None else None  # None: the interpreter
-
-    return launch
+    """The kernel on a fixed grid; the plan fixes all of its arguments but the tensors."""
+    return triton.launcher(kernel, (grid, 1, 1), options)
 
 
 def stride_of(meta: TensorMeta | None) -> int:

@@ -181,13 +181,18 @@ def tuning_rows() -> list[dict[str, Any]]:
     return list(tuning_table()["rows"])
 
 
-def plan_of(op: str, view: View, itemsize: int, tensors: int, given: bool = False) -> ChannelPlan:
-    """The first row of the table that covers the view, else what the rule says."""
+def check_view(view: View) -> None:
+    """ValueError: the kernels cannot index it."""
     largest = max(view.outer, view.rows, view.cols)
     if largest > MAX_INDEX:
         raise ValueError(f"an axis of {largest}: only {MAX_INDEX} fit the index")
     if min(view.outer, view.rows, view.cols) == 0:
         raise ValueError("an input of no elements")
+
+
+def plan_of(op: str, view: View, itemsize: int, tensors: int, given: bool = False) -> ChannelPlan:
+    """The first row of the table that covers the view, else what the rule says."""
+    check_view(view)
     for row in tuning_rows():
         key = (row["op"], row["itemsize"], row["given"], row["view"])
         if key == (op, itemsize, given, view.key):
@@ -226,3 +231,34 @@ def backward_plan(call: Call) -> ChannelPlan:
         raise ValueError("an input of no elements")
     grad_input = call.outputs[0] if call.params.output_mask[0] else x
     return plan_of(call.spec.name, batch_view((x, g, grad_input)), x.dtype.itemsize, 2)
+
+
+def planes_plan(call: Call) -> ChannelPlan:
+    """The plan of a group_norm_backward or instance_norm_backward call: groups in registers, or
+    slices of planes.
+    """
+    x, g, groups = call.tensors.input, call.tensors.grad_out, call.tensors.mean.shape[1]
+    if 0 in x.shape:
+        raise ValueError("an input of no elements")
+    if x.shape[0] * x.shape[1] > MAX_INDEX:
+        raise ValueError(f"{x.shape[0] * x.shape[1]} planes: only {MAX_INDEX} fit the index")
+    metas = (x, g, call.outputs[0] if call.params.output_mask[0] else x)
+    itemsize = x.dtype.itemsize
+    plan = plan_of(call.spec.name, group_view(metas, groups, affine=True), itemsize, 2)
+    if not plan.tiling.slices:
+        return plan
+    view = replace(instance_view(metas), channel="plane", per_group=x.shape[1] // groups)
+    check_view(view)
+    # Both passes read all: what the first one leaves in L2 must stay.
+    tiling = replace(rule(view, itemsize, 2, given=True), evict="")
+    return ChannelPlan(view, tiling, "rule")
+
+
+def plan_for(call: Call) -> ChannelPlan:
+    """The plan of a call of any channel norm. ValueError: it cannot be."""
+    plans = {
+        "batch_norm_backward": backward_plan,
+        "group_norm_backward": planes_plan,
+        "instance_norm_backward": planes_plan,
+    }
+    return plans.get(call.spec.name, forward_plan)(call)

@@ -105,7 +105,7 @@ def slice_moments(x_ptr, ws_ptr, outer, first_row, part, slices, items, sets, x_
     delta = mean - slice_mean
     slice_moment = over_set(tl.fma(n * delta, delta, moment), local, 1, POOL, False)
     ptr, row_ok = workspace(ws_ptr, outer, first_row + local, local, slices, n_rows, POOL, ROWS)
-    step = sets * slices.to(tl.int64)
+    step = sets * tl.cast(slices, tl.int64)
     for k in tl.static_range(3):
         value = (count, slice_mean, slice_moment)[k]
         if POOL:
@@ -135,7 +135,7 @@ def merge_slices(ws_ptr, outer, i, local, slices, sets, n_rows, count, per_group
     mask = parts < slices
     if not POOL:
         mask = mask & row_ok
-    step = sets * slices.to(tl.int64)
+    step = sets * tl.cast(slices, tl.int64)
     # Past L1, which does not see what other multiprocessors write.
     n = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     means = tl.load(ptrs + step, mask=mask, other=0.0, cache_modifier=".cg")

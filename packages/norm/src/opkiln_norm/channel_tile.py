@@ -110,6 +110,8 @@ def channel_of(outer, i, channels, per_group, CHANNEL: tl.constexpr):
         channel = outer
     elif CHANNEL == "row":
         channel = i % channels
+    elif CHANNEL == "plane":  # the number of its group, of `per_group` planes
+        channel = (outer * channels + i) // per_group
     else:
         channel = outer % (channels // per_group) * per_group + i
     return channel

@@ -45,7 +45,8 @@ class View:
     """The tensors of a call as outer x rows x cols.
 
     channel: where the channel is found: "outer", "row" (modulo `channels`), or "group" (outer
-    modulo the number of groups, and row). segment: neighbouring `per_group` rows share a statistic.
+    modulo the number of groups, and row); "plane": the statistics are those of its group of planes.
+    segment: neighbouring `per_group` rows share a statistic.
     statistics: strides of the saved statistics along outer and rows.
     """
 

@@ -59,9 +59,8 @@ def supports_channel_norm(call: Call) -> Refusal | None:
     for name, meta in vars(call.tensors).items():
         if meta is not None and meta.dtype not in DTYPES:
             return Refusal(f"serves float16, bfloat16 and float32, {name} is {meta.dtype}")
-    backward = call.spec.name == "batch_norm_backward"
     try:
-        channel_plan.backward_plan(call) if backward else channel_plan.forward_plan(call)
+        channel_plan.plan_for(call)
     except ValueError as error:
         return Refusal(str(error))
     return triton_refusal(call.device)
@@ -77,6 +76,12 @@ def load_channel_backward() -> Prepare:
     from opkiln_norm.channel_norm import prepare_backward
 
     return prepare_backward
+
+
+def load_planes_backward() -> Prepare:
+    from opkiln_norm.channel_planes_launch import prepare
+
+    return prepare
 
 
 def channel_norm(op: str, loader: Callable[[], Prepare]) -> Implementation:
@@ -100,4 +105,6 @@ def opkiln_implementations() -> list[Any]:
         *[row_norm(op) for op in ROW_NORMS],
         *[channel_norm(op, load_channel_forward) for op in CHANNEL_NORMS],
         channel_norm("batch_norm_backward", load_channel_backward),
+        channel_norm("group_norm_backward", load_planes_backward),
+        channel_norm("instance_norm_backward", load_planes_backward),
     ]
