@@ -305,3 +305,67 @@ def test_a_table_that_cannot_be_read_is_one_line(document: Any, message: str) ->
     with pytest.raises(ValueError) as error:
         parse(document, "x")
     assert str(error.value) == message
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's configuration folder, on a machine with an H200."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(measured, "entry_points", lambda group: [])
+    return tmp_path
+
+
+def test_the_users_own_table(
+    config: Path, rows: list[Any], make_row: Make, make_run: Make, capsys: Any
+) -> None:
+    path = config / "opkiln" / "measured" / "sm90.json"
+    assert commands.main(["table", str(make_run("a", rows).path.parent), "--arch", "sm90"]) == 0
+    assert capsys.readouterr().out.startswith(f"2 times in {path}\n")
+    faster = {**rows[0], "backends": make_row(times_us={"opkiln": 5.0, "torch": 60.0})["backends"]}
+    again = make_run("b", [faster], date="2026-12-01T00:00:00Z")
+    assert commands.main(["table", str(again.path.parent), "--arch", "sm90"]) == 0
+    found = measured.tables.__wrapped__("sm90")["rms_norm", "bfloat16 2d"]
+    assert sorted(e.us.get("opkiln", 0) for e in found) == pytest.approx([0, 5], rel=0.01)
+    assert all(e.source.startswith("your table, NVIDIA H200, ") for e in found)
+    assert not list(path.parent.glob("*.json.*"))  # no half-written file stays
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ('{"schema": 1, "gpu": "NVIDIA H100", "times": []}', "is of NVIDIA H100, here is NVIDIA H"),
+    ],
+    ids=["corrupt", "foreign"],
+)
+def test_a_users_table_that_does_not_serve_is_named(text: str, message: str, config: Path) -> None:
+    path = config / "opkiln" / "measured" / "sm90.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.warns(UserWarning) as told:
+        assert measured.tables.__wrapped__("sm90") == {}
+    (warning,) = told
+    assert str(path) in str(warning.message) and message in str(warning.message)
+
+
+def test_own_tables_are_of_one_gpu(
+    config: Path, rows: list[Any], make_run: Make, capsys: Any
+) -> None:
+    path = config / "opkiln" / "measured" / "sm90.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": 1, "gpu": "NVIDIA H100", "times": []}')
+    run = str(make_run("a", rows).path.parent)
+    assert commands.main(["table", run, "--arch", "sm90"]) == 2
+    assert "is of NVIDIA H100, these runs are of NVIDIA H200" in capsys.readouterr().err
+    assert commands.main(["table", run, "--arch", "sm80"]) == 0
+    assert path.with_name("sm80.json").is_file()
+
+
+def test_own_table_needs_an_architecture(
+    rows: list[Any], make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(measured, "arch_of", lambda device: None)
+    assert commands.main(["table", str(make_run("a", rows).path.parent)]) == 2
+    assert "--arch sm90" in capsys.readouterr().err

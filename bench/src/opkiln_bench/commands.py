@@ -94,11 +94,20 @@ def collect(arguments: argparse.Namespace) -> int:
 
 
 def table(arguments: argparse.Namespace) -> int:
-    from opkiln_bench.records import read_runs
-    from opkiln_bench.table import write_tables
+    import torch
+    from opkiln.measured import arch_of, user_table
+
+    from opkiln_bench.records import RecordError, read_runs
+    from opkiln_bench.table import write_own, write_tables
 
     runs = [run for folder in arguments.runs for run in read_runs(Path(folder))]
-    written, without = write_tables(runs, arguments.out)
+    if arguments.out:
+        written, without = write_tables(runs, arguments.out)
+    else:
+        arch = arguments.arch or arch_of(torch.device("cuda", 0))
+        if arch is None:
+            raise RecordError("table: no GPU here; --arch sm90 says whose times these are")
+        written, without = write_own(runs, user_table(arch))
     for path, entries in written.items():
         print(f"{entries} times in {path}")
     if without:
@@ -145,8 +154,10 @@ def parser() -> argparse.ArgumentParser:
     p = sub.add_parser("table", help="measured times for dispatch, of opkiln and torch")
     p.add_argument("runs", nargs="+", metavar="RUN")
     p.add_argument(
-        "--out", required=True, help="file to write; {family} in it: a file for each family"
+        "--out",
+        help="file to write, {family} in it: one for each family; default: your own table",
     )
+    p.add_argument("--arch", help="of your own table, such as sm90; default: this GPU's")
     return root
 
 

@@ -5,7 +5,9 @@ Of opkiln and of torch alone: a peer is never picked, so its time decides nothin
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ def times_of(runs: Iterable[Run]) -> tuple[dict[str, list[dict[str, Any]]], int]
             if "bucket" not in row:
                 without += 1
             elif entry := entry_of(row, run):
-                found[entry["op"], entry["kind"], *entry["sizes"]] = entry
+                found[bucket_key(entry)] = entry
     families: dict[str, list[dict[str, Any]]] = {}
     for key in sorted(found):
         families.setdefault(CATALOGUE[key[0]].family, []).append(found[key])
@@ -86,10 +88,39 @@ def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], int]:
     for family, entries in families.items():
         if entries:
             path = Path(out.replace(FAMILY, family))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(as_text(gpu, entries), encoding="utf-8")
+            replace_file(path, as_text(gpu, entries))
             written[str(path)] = len(entries)
     return written, without
+
+
+def write_own(runs: Sequence[Run], path: Path) -> tuple[dict[str, int], int]:
+    """Add the times to a user's table: those of the same calls are replaced, the others stay.
+
+    RecordError where the table is of another GPU.
+    """
+    families, without = times_of(runs)
+    gpu, entries = one_gpu(runs), [entry for found in families.values() for entry in found]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if before.get("gpu", gpu) != gpu:
+            raise RecordError(f"{path} is of {before['gpu']}, these runs are of {gpu}")
+        merged = {bucket_key(e): e for e in [*before.get("times", []), *entries]}
+        replace_file(path, as_text(gpu, [merged[key] for key in sorted(merged)]))
+    return {str(path): len(entries)}, without
+
+
+def bucket_key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry["op"], entry["kind"], *entry["sizes"]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def as_text(gpu: str, entries: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,9 @@
 A family's distribution may hold `measured/<arch>.json` (`sm90.json`), which `opkiln-bench table`
 writes from records: for each bucket of calls the median time of `opkiln` and of `torch`.
 
+The user's own table, `opkiln/measured/<arch>.json` in the configuration folder, goes before these
+where it is as near; it serves the GPU that it was measured on alone.
+
 A bucket is an op, a kind and size numbers. Kind: what must be equal (dtype, number of dims, flags
 such as `training`, whether memory is strided). Sizes: the dims of the first tensor and of every
 other with two dims or more, then operations and bytes written, which tell of windows and strides.
@@ -14,12 +17,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,17 +123,23 @@ def tables(arch: str) -> dict[tuple[str, str], list[Entry]]:
     A file that cannot be read is told and passed over: priority decides without it.
     """
     found: dict[tuple[str, str], list[Entry]] = {}
+
+    def take(what: str, entries: Callable[[], list[Entry]]) -> None:
+        try:
+            taken = entries()
+        except Exception as error:  # a faulty file must not hide the backends that work
+            warnings.warn(f"opkiln: measured times of {what}: {error}", stacklevel=3)
+            return
+        for entry in taken:
+            found.setdefault((entry.bucket.op, entry.bucket.kind), []).append(entry)
+
+    own = user_table(arch)
+    take(str(own), partial(read_own, own))
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda p: (p.value, p.name)):
         if point.dist is None or not REGISTRY.allows(point.dist.name):
             continue
         package = point.module.partition(".")[0]
-        try:
-            entries = read(package, arch)
-        except Exception as error:  # a plugin's fault must not hide the backends that work
-            warnings.warn(f"opkiln: measured times of {package}: {error}", stacklevel=2)
-            continue
-        for entry in entries:
-            found.setdefault((entry.bucket.op, entry.bucket.kind), []).append(entry)
+        take(package, partial(read, package, arch))
     return found
 
 
@@ -139,6 +150,24 @@ def read(package: str, arch: str) -> list[Entry]:
         return []
     document = json.loads(path.read_text(encoding="utf-8"))
     return parse(document, f"{package}/{FOLDER}/{arch}.json")
+
+
+def user_table(arch: str) -> Path:
+    """Where a user's own times for an architecture are kept."""
+    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "opkiln" / FOLDER / f"{arch}.json"
+
+
+def read_own(path: Path) -> list[Entry]:
+    """The entries of a user's table; none where there is no file. ValueError for another GPU's."""
+    if not path.is_file():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    found = parse(document, path.name)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    if document["gpu"] != here:
+        raise ValueError(f"is of {document['gpu']}, here is {here}; not used")
+    return [replace(entry, source=f"your table, {entry.source}") for entry in found]
 
 
 @cache
