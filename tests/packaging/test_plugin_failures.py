@@ -90,6 +90,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     for module in ("opkiln.dispatch", "opkiln.road"):
         monkeypatch.setattr(f"{module}.REGISTRY", fresh)
         monkeypatch.setattr(f"{module}.PLANS", plans)
+    monkeypatch.setattr("opkiln.road.SITES", {})
     monkeypatch.setattr("opkiln.api.REGISTRY", fresh)
     monkeypatch.setattr(doctor, "REGISTRY", fresh)
     return fresh

@@ -18,7 +18,7 @@ import torch
 
 from opkiln import measured
 from opkiln.errors import ArgumentError, BackendError
-from opkiln.overlap import share_memory
+from opkiln.overlap import share_memory, span_bytes
 from opkiln.policy import Policy
 from opkiln.registry import REGISTRY, Implementation, Launch, Refusal
 from opkiln.spec import Call, OpSpec
@@ -210,16 +210,20 @@ def _guard(call: Call, launch: Launch) -> Launch:
     if not written:
         return launch
     metas = tuple(vars(call.tensors).values())
-    pairs = list(combinations(written, 2))
+    pairs = [
+        (i, j, span_bytes(metas[i]), span_bytes(metas[j])) for i, j in combinations(written, 2)
+    ]
 
     def mutating(*tensors: Any) -> Any:
-        for i, j in pairs:
-            if share_memory(tensors[i], tensors[j], metas[i], metas[j]):
+        for i, j, span_i, span_j in pairs:
+            apart = tensors[j].data_ptr() - tensors[i].data_ptr()
+            if -span_j < apart < span_i and share_memory(
+                tensors[i], tensors[j], metas[i], metas[j]
+            ):
                 a, b = spec.tensor_names[i], spec.tensor_names[j]
                 raise ArgumentError(f"{spec.name}: {a} and {b} are written and share memory")
         out = launch(*tensors)
-        for i in written:
-            torch.autograd.graph.increment_version(tensors[i])
+        torch.autograd.graph.increment_version([tensors[i] for i in written])
         return out
 
     return mutating
@@ -229,7 +233,7 @@ def _on_device(device: torch.device, launch: Launch) -> Launch:
     """Kernels are launched on the current device, tensors may lie on another."""
 
     def on_device(*tensors: torch.Tensor | None) -> Any:
-        if torch.cuda.current_device() == device.index:
+        if torch._C._cuda_getDevice() == device.index:
             return launch(*tensors)
         with torch.cuda.device(device):
             return launch(*tensors)

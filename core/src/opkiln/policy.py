@@ -7,6 +7,7 @@ run on another thread) and, as a string, to the compiled operator.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -117,27 +118,37 @@ def _from_environment() -> tuple[Policy, tuple[str, ...]]:
 BASE, UNREADABLE = _from_environment()
 
 
+_NUMBERS: dict[Policy, int] = {}
+_NEXT = itertools.count()
+
+
+def number_of(policy: Policy) -> int:
+    """Equal policies have one number, others another: a key that costs nothing to hash."""
+    return _NUMBERS.setdefault(policy, next(_NEXT))
+
+
 class _State(threading.local):
     policy: Policy = BASE
+    number: int = number_of(BASE)
 
 
-_STATE = _State()
+STATE = _State()
 
 
 def current() -> Policy:
     """The policy of this thread."""
-    return _STATE.policy
+    return STATE.policy
 
 
 @contextlib.contextmanager
 def active(policy: Policy) -> Iterator[Policy]:
     """Make `policy` this thread's policy inside the block."""
-    previous = _STATE.policy
-    _STATE.policy = policy
+    previous = STATE.policy, STATE.number
+    STATE.policy, STATE.number = policy, number_of(policy)
     try:
         yield policy
     finally:
-        _STATE.policy = previous
+        STATE.policy, STATE.number = previous
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from opkiln.device import cuda_launch
 from opkiln.errors import BackendError
 
 TESTED = ((9, 0),)  # compute capabilities that our CUDA kernels were compiled and tested for
@@ -40,7 +41,7 @@ PORTABLE_CLUSTER = 8  # CTAs; a larger cluster has to be asked for
 DIGEST_BYTES = 32
 
 Macros = Mapping[str, int | str]
-Dim3 = tuple[int, int, int]
+Dim3 = cuda_launch.Dim3
 
 
 def why_not(device: torch.device, extra: str) -> str | None:
@@ -194,27 +195,12 @@ class Kernel:
         shared_bytes: dynamic shared memory of a CTA. cooperative: all CTAs run at once, or the
         launch fails.
         """
-        core: Any = importlib.import_module("cuda.core")
         if shared_bytes > STATIC_SHARED_BYTES:
             self._allow("MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_bytes)
         if cluster > PORTABLE_CLUSTER:
             self._allow("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
-        options: dict[str, Any] = {"cluster": (cluster, 1, 1)} if cluster > 1 else {}
-        config = core.LaunchConfig(
-            grid=(grid[0] // cluster, *grid[1:]),  # cuda-core counts clusters
-            block=block,
-            shmem_size=shared_bytes,
-            is_cooperative=cooperative,
-            **options,
-        )
-        handle, send, index = self.handle, core.launch, self.device.index
-
-        def launch(*args: Any) -> None:
-            values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-            stream = stream_of(index, torch.cuda.current_stream().cuda_stream)
-            send(stream, config, handle, *values)
-
-        return launch
+        config = cuda_launch.Config(grid, block, shared_bytes, cluster, cooperative)
+        return cuda_launch.launcher(int(self.handle.handle), self.device.index, config)
 
     def _allow(self, attribute: str, value: int) -> None:
         driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -224,15 +210,6 @@ class Kernel:
         )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"{self.device} does not allow {attribute} = {value}: {status}")
-
-
-@functools.lru_cache(maxsize=256)
-def stream_of(index: int, handle: int) -> Any:
-    """A stream of torch's on GPU `index`, as cuda-core takes it. It owns nothing: a handle that
-    torch gives to another stream later still names the stream to launch on.
-    """
-    core: Any = importlib.import_module("cuda.core")
-    return core.Stream.from_handle(handle)
 
 
 _loaded: dict[Any, Kernel] = {}

@@ -28,7 +28,7 @@ class Tables:
 
     cos: torch.Tensor
     sin: torch.Tensor
-    stream: Any = None
+    stream: int = 0
     written: Any = None
     kept: bool = False
 
@@ -51,7 +51,8 @@ def rope_tables(
     """
     rows = 1 << max(length - 1, 0).bit_length()
     key = (rule, rows, device)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    cuda = device.type == "cuda"
+    capturing = cuda and torch._C._cuda_isCurrentStreamCapturing()
     with _lock:
         found = _tables.get(key)
         if found is None:
@@ -61,8 +62,10 @@ def rope_tables(
             _drop_oldest()
         _tables.move_to_end(key)
         found.kept = found.kept or capturing
-    if device.type == "cuda" and not capturing:  # before a capture torch synchronizes the device
-        _wait(found, torch.cuda.current_stream(device))
+    if cuda and not capturing:  # before a capture torch synchronizes the device
+        index = torch._C._cuda_getDevice() if device.index is None else device.index
+        if torch._C._cuda_getCurrentRawStream(index) != found.stream:
+            _wait(found, torch.cuda.current_stream(device))
     return found.cos, found.sin
 
 
@@ -73,14 +76,13 @@ def _build(rows: int, device: torch.device, build: Callable[[int], Pair]) -> Tab
     if device.type != "cuda":
         return Tables(cos, sin)
     stream = torch.cuda.current_stream(device)
-    return Tables(cos, sin, stream, stream.record_event())
+    return Tables(cos, sin, stream.cuda_stream, stream.record_event())
 
 
 def _wait(tables: Tables, stream: Any) -> None:
-    if stream != tables.stream:
-        stream.wait_event(tables.written)
-        tables.cos.record_stream(stream)
-        tables.sin.record_stream(stream)
+    stream.wait_event(tables.written)
+    tables.cos.record_stream(stream)
+    tables.sin.record_stream(stream)
 
 
 def _drop_oldest() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from opkiln.device.triton import launcher
 
 from opkiln_conv import patch
 from opkiln_conv.channelwise import channelwise_kernel
@@ -24,24 +25,6 @@ PACK_OPTIONS = {"num_warps": 4}
 
 def options_of(plan: ConvPlan) -> dict[str, int]:
     return {"num_warps": plan.tiling.num_warps, "num_stages": plan.tiling.stages}
-
-
-def launcher(kernel: Any, grid: int, fixed: tuple[Any, ...], options: Any) -> Callable[..., None]:
-    """A function that launches on its tensors. What follows them is fixed, so that Triton chooses a
-    binary once. The interpreter has none.
-    """
-    place = (grid, 1, 1)
-    compiled: Callable[..., Any] | None = None
-
-    def launch(*tensors: torch.Tensor | None) -> None:
-        nonlocal compiled
-        if compiled is not None:
-            compiled(*tensors, *fixed)
-        else:
-            found = kernel[place](*tensors, *fixed, **options)
-            compiled = found[place] if found is not None else None
-
-    return launch
 
 
 class Partials:
@@ -73,7 +56,7 @@ class Partials:
 def packer(pack: Pack, dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
     """A function of (x, w) that returns both as rows of channels."""
     fixed = (*pack.arguments, *pack.constexprs.values())
-    run = launcher(pack_kernel, pack.grid, fixed, PACK_OPTIONS)
+    run = launcher(pack_kernel, (pack.grid, 1, 1), PACK_OPTIONS, fixed)
 
     def launch(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         xp = torch.empty(pack.x, dtype=dtype, device=device) if pack.x else None
@@ -93,7 +76,8 @@ def prepare(call: Any) -> Callable[..., torch.Tensor]:
     if isinstance(plan, PatchPlan):
         return patch.prepare(call, plan)
     fixed = (*plan.arguments, *plan.constexprs.values())
-    run = launcher(KERNELS[plan.tiling.variant], plan.grid, fixed, options_of(plan))
+    kernel = KERNELS[plan.tiling.variant]
+    run = launcher(kernel, (plan.grid, 1, 1), options_of(plan), fixed)
     pack = None if plan.pack is None else packer(plan.pack, meta.dtype, call.device)
     partials = Partials(plan, call.device) if plan.tiling.variant != "channelwise" else None
 

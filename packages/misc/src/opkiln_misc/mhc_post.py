@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opkiln.device.outputs import allocator
+from opkiln.device.triton import launcher
 
 
 @triton.jit
@@ -107,18 +109,12 @@ def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tens
         sizes = [None if size is None else tl.constexpr(size) for size in sizes]
     grid = (batch, streams, triton.cdiv(columns, block_c))
     fixed = (*sizes, streams, align, block_c)
-    (meta,) = call.outputs
-    compiled: Callable[..., Any] | None = None
+    run = launcher(mhc_post_kernel, grid, {"num_warps": num_warps}, fixed)
+    allocate = allocator(call.device, call.outputs)
 
     def launch(layer: torch.Tensor, h: torch.Tensor, res: torch.Tensor) -> torch.Tensor:
-        nonlocal compiled
-        out = meta.empty()
-        if compiled is not None:
-            compiled(layer, h, res, out, *fixed)
-        else:
-            kernel = mhc_post_kernel[grid](layer, h, res, out, *fixed, num_warps=num_warps)
-            # The plan fixes all that Triton chooses a binary by. The interpreter has none.
-            compiled = kernel[grid] if kernel is not None else None
+        (out,) = allocate()
+        run(layer, h, res, out)
         return out
 
     return launch

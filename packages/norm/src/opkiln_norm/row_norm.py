@@ -16,11 +16,14 @@ read once. Longer rows have a head before these blocks (HEAD), which is read twi
 """
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from opkiln.device.outputs import allocator
+from opkiln.device.triton import launcher
 
 from opkiln_norm import row_cluster
 from opkiln_norm.row_plan import multiprocessors, plan_for
@@ -210,27 +213,20 @@ def prepare(call: Any) -> Callable[..., Any]:
     spec, device = call.spec, call.device
     names = spec.tensor_names
     written = [o.name for o, present in zip(spec.outputs, call.present, strict=True) if present]
-    # Positions in the tensors and outputs; -1: absent, a None appended to them.
-    takes = [next((names.index(n) for n in group if n in names), -1) for group in OPERANDS]
-    gives = [written.index(n) if n in written else -1 for n in RESULTS]
-    metas = [(m.shape, m.stride, m.dtype) for m in call.outputs]
+    # Positions among the tensors, the outputs and a None, which stands for those that are absent.
+    everything = [*names, *written]
+    groups = (*OPERANDS, *[(n,) for n in RESULTS])
+    arrange = itemgetter(
+        *[next((everything.index(n) for n in group if n in everything), -1) for group in groups]
+    )
     grid = (plan.grid(multiprocessors(device)), 1, 1)
     fixed = (*plan.arguments(call.params), *plan.constexprs(call).values())
-    options = plan.options
-    compiled: Callable[..., Any] | None = None
+    run = launcher(row_norm_kernel, grid, plan.options, fixed)
+    allocate = allocator(device, call.outputs)
 
     def launch(*tensors: torch.Tensor | None) -> Any:
-        nonlocal compiled
-        outputs = [torch.empty_strided(s, t, dtype=d, device=device) for s, t, d in metas]
-        given, made = (*tensors, None), (*outputs, None)
-        arguments = (*[given[i] for i in takes], *[made[i] for i in gives], *fixed)
-        if compiled is not None:
-            compiled(*arguments)
-        else:
-            kernel = row_norm_kernel[grid](*arguments, **options)
-            # What Triton looks at to choose a binary (dtypes, alignment, sizes) is fixed by the
-            # plan, so later launches go straight to this one. The interpreter has none.
-            compiled = kernel[grid] if kernel is not None else None
+        outputs = allocate()
+        run(*arrange((*tensors, *outputs, None)))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return launch

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opkiln.device.outputs import allocator
+from opkiln.device.triton import launcher
 
 from opkiln_pool.mean_plan import plan_for
 
@@ -83,19 +85,13 @@ def mean_kernel(
 def prepare(call: Any) -> Callable[..., Any]:
     """Plan a mean_pooling call once; the result allocates and launches."""
     plan = plan_for(call)
-    meta = call.outputs[0]
     options = {"num_warps": plan.tiling.num_warps}
-    compiled: Callable[..., Any] | None = None
+    run = launcher(mean_kernel, plan.grid, options, plan.arguments)
+    allocate = allocator(call.device, call.outputs)
 
     def launch(x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-        nonlocal compiled
-        out = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-        if compiled is not None:
-            compiled(x, offsets, out, *plan.arguments)
-        else:
-            kernel = mean_kernel[plan.grid](x, offsets, out, *plan.arguments, **options)
-            # The plan fixes all that Triton chooses a binary by. The interpreter has none.
-            compiled = kernel[plan.grid] if kernel is not None else None
+        (out,) = allocate()
+        run(x, offsets, out)
         return out
 
     return launch

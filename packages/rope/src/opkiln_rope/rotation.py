@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opkiln.device.outputs import allocator
+from opkiln.device.triton import launcher
 from opkiln.ops.rope import rules
 from opkiln.ops.rope.rotation import cached_cos_sin
 
@@ -191,20 +193,14 @@ def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., Any]:
     numbers = {k: v for k, v in vars(p).items() if k not in NOT_OF_THE_RULE}
     rule = RULES[call.spec.forward_op or call.spec.name]
     fixed = (*plan.sizes, *plan.constexprs().values())
-    options = {"num_warps": plan.tiling.num_warps}
-    device, metas = call.device, call.outputs
-    compiled: Callable[..., Any] | None = None
+    device, returned = call.device, bool(call.outputs)
+    run = launcher(rotation_kernel, plan.grid, {"num_warps": plan.tiling.num_warps}, fixed)
+    allocate = allocator(device, call.outputs)
 
     def launch(x: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
-        nonlocal compiled
-        out = metas[0].empty() if metas else x
+        (out,) = allocate() if returned else (x,)
         cos, sin = cached_cos_sin(rule, plan.positions, device, **numbers)
-        if compiled is not None:
-            compiled(x, out, cos, sin, ids, *fixed)
-        else:
-            kernel = rotation_kernel[plan.grid](x, out, cos, sin, ids, *fixed, **options)
-            # The plan fixes all that Triton chooses a binary by. The interpreter has none.
-            compiled = kernel[plan.grid] if kernel is not None else None
-        return out if metas else ()
+        run(x, out, cos, sin, ids)
+        return out if returned else ()
 
     return launch
