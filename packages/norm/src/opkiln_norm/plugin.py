@@ -53,6 +53,40 @@ def row_norm(op: str) -> Implementation:
     )
 
 
+def supports_row_backward(call: Call) -> Refusal | None:
+    from opkiln_norm.row_backward_plan import plan_for
+
+    for name, meta in vars(call.tensors).items():
+        if meta is not None and meta.dtype not in DTYPES:
+            return Refusal(f"serves float16, bfloat16 and float32, {name} is {meta.dtype}")
+    try:
+        plan_for(call)
+    except ValueError as error:
+        return Refusal(str(error))
+    return triton_refusal(call.device)
+
+
+def load_row_backward() -> Prepare:
+    from opkiln_norm.row_backward_launch import prepare
+
+    return prepare
+
+
+def row_backward(op: str) -> Implementation:
+    """Not batch invariant: which rows a program sums follows their number."""
+    version = metadata.version("opkiln-norm")
+    return Implementation(
+        op,
+        "opkiln",
+        version,
+        1,
+        supports_row_backward,
+        load_row_backward,
+        priority=10,
+        traits=DETERMINISTIC,
+    )
+
+
 def supports_channel_norm(call: Call) -> Refusal | None:
     from opkiln_norm import channel_plan
 
@@ -103,6 +137,7 @@ def channel_norm(op: str, loader: Callable[[], Prepare]) -> Implementation:
 def opkiln_implementations() -> list[Any]:
     return [
         *[row_norm(op) for op in ROW_NORMS],
+        *[row_backward(f"{op}_backward") for op in ROW_NORMS if not op.endswith("_inplace")],
         *[channel_norm(op, load_channel_forward) for op in CHANNEL_NORMS],
         channel_norm("batch_norm_backward", load_channel_backward),
         channel_norm("group_norm_backward", load_planes_backward),
