@@ -34,7 +34,7 @@ def summary(rows: Sequence[Result], gpu: str, commits: Sequence[str], dates: Seq
     ]
     without = [op for op, found in ops.items() if not ratios_of(found)]
     if without:
-        lines.append(f"Without a time of ours: {', '.join(without)}.")
+        lines.append(f"Without a ratio: {', '.join(without)}.")
     lines += ["", "<details><summary>By op</summary>", "", *table("op", ops), "", "</details>"]
     return "\n".join(lines)
 

@@ -52,8 +52,7 @@ def load() -> Prepare:
 @hookimpl
 def opkiln_implementations() -> list[Any]:
     version = metadata.version("opkiln-conv")
-    # By name only: the conformance cases of these kernels have not all run on a GPU yet.
     return [
-        Implementation(op, "opkiln", version, 1, supports, load, auto=False, traits=TRAITS)
+        Implementation(op, "opkiln", version, 1, supports, load, priority=10, traits=TRAITS)
         for op in CONVS
     ]
