@@ -1,8 +1,12 @@
 """opkiln: 36 GPU ops for PyTorch in independently installable families.
 
 `opkiln.functional` has the ops; `opkiln.use` and `backend=` choose who computes them;
-`opkiln.explain` says who does and why.
+`opkiln.explain` says who does and why. `opkiln.nn` has them as modules; `opkiln.override_torch`
+serves torch's own calls with them.
 """
+
+import importlib
+from typing import Any
 
 from opkiln import functional, torch_library
 from opkiln.api import backends, explain, ops
@@ -12,6 +16,8 @@ from opkiln.policy import Policy, use
 from opkiln.registry import Implementation, Refusal, inference_only, simple
 
 __version__ = "0.1.0"
+
+LAZY = {"nn": ("opkiln.nn", None), "override_torch": ("opkiln.override", "override_torch")}
 
 __all__ = [
     "ArgumentError",
@@ -25,8 +31,19 @@ __all__ = [
     "functional",
     "hookimpl",
     "inference_only",
+    "nn",
     "ops",
+    "override_torch",
     "simple",
     "torch_library",
     "use",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What costs time to import comes when it is first asked for."""
+    if name not in LAZY:
+        raise AttributeError(f"module 'opkiln' has no attribute {name!r}")
+    module, attribute = LAZY[name]
+    found = importlib.import_module(module)
+    return found if attribute is None else getattr(found, attribute)
