@@ -1,8 +1,9 @@
-"""Measure the tilings of the rotation kernel on the rotary rows of the benchmark pages.
+"""Measure the rotation kernel's tilings, and the kernel before it, on the pages' rotary rows.
 
     python bench/probes/rope.py --out DIR [--only SUBSTRING] [--no-compile]
 
-Writes DIR/rope.json and prints one line a row; see common.py for how it measures.
+Writes DIR/rope.json and prints one line a row, then every candidate's time by kind and tiling; see
+common.py for how it measures. All of today's tilings must give the same bits.
 """
 
 import dataclasses
@@ -15,11 +16,14 @@ import torch
 
 sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/rope/src")]
 
+import rope_by_tables  # noqa: E402
 from opkiln import functional, road  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
+from opkiln_bench.peers.compositions import composition  # noqa: E402
+from opkiln_rope import angles, rotation  # noqa: E402
 from opkiln_rope.rotation_plan import Tiling, plan_for  # noqa: E402
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = common.DTYPES
 TOLERANCE = {"bf16": 2**-7, "f16": 2**-10}
 
 
@@ -67,87 +71,127 @@ ROWS = [
 ]  # fmt: skip
 
 
-def candidates(row: Row) -> list[Tiling]:
-    """What the rule says first, then what may be better."""
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """tables: the kernel up to e84a7af; fence: with a barrier behind its loads of x."""
+
+    tiling: Tiling
+    tables: bool = False
+    fence: bool = False
+    copies: int = angles.COPIES
+
+    @property
+    def name(self) -> str:
+        t = self.tiling
+        registers = f"r{t.max_registers}" if t.max_registers else ""
+        kind = ("fenced-tables" if self.fence else "tables") if self.tables else "angles"
+        copies = f"copies{self.copies}" if self.copies != angles.COPIES else ""
+        shape = f"{t.block_t}x{t.block_h}x{t.steps} w{t.num_warps}"
+        return " ".join(filter(None, (kind, shape, registers, t.store_cache, copies)))
+
+
+def before(row: Row) -> Tiling:
+    """What the rule said up to e84a7af."""
+    heads = row.shape[-2] if len(row.shape) > 2 else 1
+    warps = 4 if heads > 1 else 2
+    rows = warps * 512 // row.shape[-1]
+    return Tiling(rows // min(heads, rows), min(heads, rows), 2 if heads > 1 else 1, warps)
+
+
+def candidates(row: Row) -> list[Candidate]:
+    """The kernel as it was, then what the rule says, then what may be better."""
     call, _ = row.call("meta")
     plan = plan_for(call)
     assert plan is not None
-    tokens_lanes = 512 // row.shape[-1]  # tokens of a warp: 8 pairs a lane
+    old = before(row)
     if len(row.shape) == 2:
-        found = [
-            Tiling(tokens_lanes * warps * depth, 1, 1, warps)
-            for warps, depth in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
-        ]
+        a_warp = 512 // row.shape[-1]  # tokens of 8 pairs a lane
+        found = [Tiling(a_warp * w, 1, 1, w) for w in (1, 2, 4)]
+        found += [Tiling(a_warp * w // 2, 1, 1, w) for w in (2, 4, 8)]  # 4 pairs a lane
+        found += [Tiling(a_warp, 1, 1, 4), Tiling(4 * a_warp, 1, 1, 2)]  # 2; 16
+        tables = [old, found[4]]
     else:
-        shapes = [(1, 8, 4, 1), (1, 16, 2, 2), (1, 32, 1, 4), (2, 16, 2, 4), (2, 32, 1, 8)]
+        shapes = [(1, 8, 2, 2), (1, 16, 2, 4), (1, 32, 1, 8), (1, 4, 4, 1), (1, 8, 4, 2)]
         found = [Tiling(*s) for s in shapes]
-        found += [dataclasses.replace(t, store_cache=".cs") for t in found[1:3]]
-    return list(dict.fromkeys([plan.tiling, *found]))
+        found.append(dataclasses.replace(plan.tiling, store_cache=".cs"))
+        found.append(Tiling(1, 16, 2, 4, store_cache=".cs"))
+        tables = [old, Tiling(1, 32, 1, 8)]
+    all_of_them = [Candidate(old, tables=True)]
+    all_of_them += [Candidate(t, tables=True, fence=True) for t in tables]
+    all_of_them += [Candidate(t) for t in (plan.tiling, *found)]
+    all_of_them.append(Candidate(plan.tiling, copies=1))
+    return list(dict.fromkeys(all_of_them))
 
 
-def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
+def warm(task: tuple[Row, Candidate]) -> dict[str, Any]:
     """Compile one candidate into Triton's cache on disk."""
-    from opkiln_rope.rotation import rotation_kernel
-
-    row, tiling = task
+    row, candidate = task
     call, tensors = row.call("meta")
-    plan = plan_for(call, tiling)
+    plan = plan_for(call, candidate.tiling)
     assert plan is not None
-    dtype = DTYPES[row.dtype]
+    x = DTYPES[row.dtype]
     ids = tensors[1].dtype if len(tensors) > 1 else None
-    try:
-        kernel = rotation_kernel.warmup(
-            dtype, dtype, torch.float32, torch.float32, ids, *plan.sizes,
-            *plan.constexprs().values(), grid=(1,), num_warps=tiling.num_warps,
-        )  # fmt: skip
-        kernel._init_handles()
-    except Exception as error:  # a candidate that does not compile is a finding, not a failure
-        return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
-    return {"registers": kernel.n_regs, "spills": kernel.n_spills}
+    if candidate.tables:
+        mocks = (x, x, torch.float32, torch.float32, ids)
+        fixed = rope_by_tables.fixed_arguments(plan, candidate.fence)
+        kernel = rope_by_tables.table_kernel
+    else:
+        mocks = (x, x, torch.int32, ids)
+        fixed = (*rotation.fixed_arguments(call, plan)[:-1], candidate.copies)
+        kernel = rotation.rotation_kernel
+    return common.resources_of(lambda: kernel.warmup(*mocks, *fixed, grid=(1,), **plan.options()))
+
+
+def make(call: Call, candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    if candidate.tables:
+        launch = rope_by_tables.prepare(call, candidate.tiling, candidate.fence)
+    else:
+        rotation.COPIES = candidate.copies
+        launch = rotation.prepare(call, candidate.tiling)
+    return lambda: launch(*tensors)
 
 
 def measure(row: Row, compiled: bool, flush: torch.Tensor) -> dict[str, Any]:
-    from opkiln_rope.rotation import prepare
-
     torch.manual_seed(0)
     call, tensors = row.call("cuda")
     spec, params = call.spec, vars(call.params)
     wide = (tensors[0].double(), *tensors[1:])
     want = spec.reference(*wide, **params).to(tensors[0].dtype)
     del wide
+    ours = make(call, candidates(row)[-1], tensors)()
+
+    def build(candidate: Candidate) -> Callable[[], Any]:
+        run = make(call, candidate, tensors)
+        if not candidate.tables and not torch.equal(run(), ours):
+            raise ValueError("other bits than another tiling's")
+        return run
 
     def fault(got: torch.Tensor) -> str:
         wrong = common.wrong_elements(got, want, TOLERANCE[row.dtype])
         return f"{wrong} elements wrong" if wrong else ""
 
-    def make(tiling: Tiling) -> Callable[[], Any]:
-        launch = prepare(call, tiling)
-        return lambda: launch(*tensors)
-
-    runs = {short(t): lambda t=t: make(t) for t in candidates(row)}
+    runs = {c.name: lambda c=c: build(c) for c in candidates(row)}
     others: dict[str, Callable[[], Any]] = {}
     if compiled:
         torch._dynamo.reset()
-        function = torch.compile(lambda *given: spec.native(*given, **params), dynamic=False)
+        function = torch.compile(composition(call), dynamic=False)
         others["torch-compile"] = lambda: function(*tensors)
     return common.measure(runs, others, fault, flush)
-
-
-def short(t: Tiling) -> str:
-    flags = " ".join(f for f in (t.evict, t.store_cache) if f)
-    return f"{t.block_t}x{t.block_h}x{t.steps} w{t.num_warps} {flags}".strip()
 
 
 def main() -> None:
     options = common.options(__doc__, "--no-compile")
     rows = common.chosen(ROWS, options.only)
-    common.warm_all(warm, [(row, tiling) for row in rows for tiling in candidates(row)])
+    common.warm_all(warm, [(row, candidate) for row in rows for candidate in candidates(row)])
     flush = common.flush_buffer()
     results = common.Results(options.out / "rope.json")
     for row in rows:
         found = measure(row, not options.no_compile, flush)
         results.add(dataclasses.asdict(row), found)
         torch.cuda.empty_cache()
+    for row in results.rows:
+        timed = [f"{c['name']} {c['us']:.2f}" for c in row["candidates"] if "us" in c]
+        print(f"{row['op'][5:]} {row['label']}: {'; '.join(timed)}")
     results.show()
 
 

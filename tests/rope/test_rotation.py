@@ -4,12 +4,14 @@ Runs in Triton's interpreter on a machine without a GPU, on the GPU elsewhere.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
+from opkiln_rope.angles import COPIES, turns
 from opkiln_rope.plugin import FORMS, OPS, supports
 from opkiln_rope.rotation import RULES, prepare, rotation_kernel
 from opkiln_rope.rotation_plan import Tiling, plan_for, rule
@@ -18,6 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # The interpreter truncates f32 to bf16 (one ulp) where the GPU rounds (half an ulp).
 RTOL = {F16: 2**-11, BF16: 2**-7 if DEVICE == "cpu" else 2**-8, F32: 2**-21}
+ATOL = 2**-19  # two products of cosines that are off by 2^-22 and values up to 4
 IDS = "rope_neox_position_ids"
 NUMBERS: dict[str, dict[str, Any]] = {
     "rope_llama31": dict(
@@ -75,10 +78,7 @@ def run(
         (meta,) = call.outputs
         assert (result.shape, result.stride()) == (meta.shape, meta.stride)
         want = want[0] if isinstance(want, tuple) else want
-    reach = numbers.get("offset", 0) + max(x.shape[:2])
-    torch.testing.assert_close(
-        result.double(), want, rtol=RTOL[x.dtype], atol=2**-21 * max(reach, 4)
-    )
+    torch.testing.assert_close(result.double(), want, rtol=RTOL[x.dtype], atol=ATOL)
     return plan_for(call, tiling)
 
 
@@ -165,9 +165,38 @@ def test_wrong_ids_read_nothing_outside():
     assert torch.equal(out, clamped)
 
 
-def test_far_positions():
-    """float32 angles up to position 131,071."""
-    run("rope_neox", random(1, 2, 1, 128), offset=131070)
+@pytest.mark.parametrize("op", [op for op in OPS if op != IDS])
+@pytest.mark.parametrize("offset", [131070, 2**20 - 1, 2**30])
+def test_far_positions(op, offset):
+    """As exact as near ones. [1, 2, 1, 128]: a token a program; [2, 128]: several."""
+    run(op, random(1, 2, 1, 128), offset=offset, tiling=Tiling(1, 1, 1, 1))
+    run(op, random(2, 128), offset=offset, tiling=Tiling(2, 1, 1, 1))
+
+
+def test_far_ids():
+    ids = torch.tensor([2**31 - 2**17, 2**20, 2**24 + 1], device=DEVICE)
+    run(IDS, random(3, 2, 128), ids, max_position=2**31 - 2**16)
+
+
+def test_position_zero_turns_nothing():
+    x = random(1, 1, 3, 64)
+    call = Call.of(CATALOGUE["rope_neox"], [x], params_of("rope_neox", 64))
+    assert torch.equal(prepare(call)(x), x)
+
+
+def test_frequencies_are_shared():
+    """Calls of one rule read one tensor, of all lengths; its words give the reference's angle."""
+    rule = RULES["rope_llama31"]
+    numbers = params_of("rope_llama31", 64)
+    del numbers["offset"]
+    device = torch.device(DEVICE)
+    (words,) = turns(rule, device, **numbers)
+    assert turns(rule, device, **numbers)[0] is words
+    assert words.shape == (COPIES, 2, 32) and torch.equal(words[0], words[-1])
+    high, low = (words[0].to(torch.int64) & 0xFFFFFFFF).double()
+    freq, _ = rule(device=device, **numbers)
+    found = (high + low * 2**-32) * 2**-32
+    torch.testing.assert_close(found, freq / math.tau, rtol=2**-52, atol=2**-63)
 
 
 def test_gradient_turns_back():
@@ -190,8 +219,9 @@ def test_constexprs_are_in_the_kernels_order():
     call = Call.of(CATALOGUE["rope_neox"], [random(2, 8)], params_of("rope_neox", 8))
     plan = plan_for(call)
     names = list(rotation_kernel.arg_names)
-    assert names[-len(plan.constexprs()) :] == list(plan.constexprs())
-    assert len(names) == 5 + len(plan.sizes) + len(plan.constexprs())
+    constexprs = [*plan.constexprs(), "COPIES"]
+    assert names[-len(constexprs) :] == constexprs
+    assert len(names) == 5 + len(plan.sizes) + len(constexprs)
 
 
 def test_every_op_has_a_rule():
@@ -204,6 +234,12 @@ REFUSED = {
     "meta-device": (lambda: torch.empty(2, 8, device="meta"), 8, "meta"),
     "wide": (lambda: torch.empty(1, 2**14, device="meta"), 2**14, "do not fit"),
 }
+
+
+def test_positions_that_do_not_fit_are_refused():
+    params = params_of("rope_neox", 8, offset=2**31)
+    refusal = supports(Call.of(CATALOGUE["rope_neox"], [random(2, 8)], params))
+    assert "positions" in refusal.reason
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

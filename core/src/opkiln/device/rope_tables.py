@@ -1,7 +1,7 @@
-"""Cosine and sine tables of rotary embeddings, float32, built once and shared by all backends.
+"""Tables of rotary embeddings, built once and shared by all calls: cosines and sines, frequencies.
 
-One pair of tables per (frequency rule, length rounded up to a power of two, device). All together
-they take at most MAX_BYTES; beyond that the ones that were unused for longest go.
+One group of tables per (rule, length rounded up to a power of two, device). All together they take
+at most MAX_BYTES; beyond that the ones that were unused for longest go.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 MAX_BYTES = 512 << 20  # 4 pairs for 131,072 positions of 128 rotated channels are 268 MB
-Pair = tuple[torch.Tensor, torch.Tensor]
+Group = tuple[torch.Tensor, ...]
 
 
 @dataclass
 class Tables:
-    """cos and sin [rows, rotary_dim / 2], and on a GPU where and when they were written.
+    """The tensors, and on a GPU where and when they were written.
 
     kept: a CUDA graph reads them, so they must outlive it and are never dropped.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    tensors: Group
     stream: int = 0
     written: Any = None
     kept: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.cos.nbytes + self.sin.nbytes
+        return sum(t.nbytes for t in self.tensors)
 
 
 _tables: OrderedDict[Hashable, Tables] = OrderedDict()
@@ -42,9 +41,9 @@ _lock = threading.Lock()
 
 
 def rope_tables(
-    rule: Hashable, length: int, device: torch.device, build: Callable[[int], Pair]
-) -> Pair:
-    """cos and sin of at least `length` positions; `build(rows)` computes them, deterministically.
+    rule: Hashable, length: int, device: torch.device, build: Callable[[int], Group]
+) -> Group:
+    """Tables of at least `length` positions; `build(rows)` computes them, deterministically.
 
     A table that is missing while a CUDA graph is captured is computed inside the graph and
     forgotten: its memory belongs to the graph.
@@ -66,23 +65,23 @@ def rope_tables(
         index = torch._C._cuda_getDevice() if device.index is None else device.index
         if torch._C._cuda_getCurrentRawStream(index) != found.stream:
             _wait(found, torch.cuda.current_stream(device))
-    return found.cos, found.sin
+    return found.tensors
 
 
-def _build(rows: int, device: torch.device, build: Callable[[int], Pair]) -> Tables:
+def _build(rows: int, device: torch.device, build: Callable[[int], Group]) -> Tables:
     """Ordinary tensors, whatever mode the first caller happens to be in."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        cos, sin = build(rows)
+        tensors = build(rows)
     if device.type != "cuda":
-        return Tables(cos, sin)
+        return Tables(tensors)
     stream = torch.cuda.current_stream(device)
-    return Tables(cos, sin, stream.cuda_stream, stream.record_event())
+    return Tables(tensors, stream.cuda_stream, stream.record_event())
 
 
 def _wait(tables: Tables, stream: Any) -> None:
     stream.wait_event(tables.written)
-    tables.cos.record_stream(stream)
-    tables.sin.record_stream(stream)
+    for tensor in tables.tensors:
+        tensor.record_stream(stream)
 
 
 def _drop_oldest() -> None:

@@ -4,11 +4,10 @@ out = (a cos - b sin, b cos + a sin)     sin negated for the gradient
 
 x [B, S, H, D] f16, bf16 or f32 with any strides; out contiguous, or x itself. The first 2 * P of D
 channels turn: (a, b) are the halves of these ("half-split") or neighbours (INTERLEAVED); the rest
-is copied. cos, sin [positions, P] f32, amplitude included; a token's position is offset + s, or
-ids[s]. f32 arithmetic.
+is copied. A token's position is offset + s, or ids[s]. f32 arithmetic.
 
-A program turns BLOCK_H * STEPS heads of BLOCK_T tokens. All of its x is loaded first, then the ids,
-then the tables, which are kept over the STEPS.
+A program turns BLOCK_H * STEPS heads of BLOCK_T tokens by angles computed once. It asks for ids,
+frequencies and all of its x before it waits for any of them.
 """
 
 from collections.abc import Callable
@@ -20,11 +19,11 @@ import triton.language as tl
 from opkiln.device.outputs import allocator
 from opkiln.device.triton import launcher
 from opkiln.ops.rope import rules
-from opkiln.ops.rope.rotation import cached_cos_sin
 
-from opkiln_rope.rotation_plan import NOT_OF_THE_RULE, Tiling, plan_for
+from opkiln_rope.angles import COPIES, amplitude, angles, turns
+from opkiln_rope.rotation_plan import NOT_OF_THE_RULE, Plan, Tiling, plan_for
 
-RULES = {
+RULES: dict[str, rules.Rule] = {
     "rope_neox": rules.plain,
     "rope_non_neox": rules.plain,
     "rope_llama31": rules.llama31,
@@ -107,13 +106,14 @@ def store_pairs(rows, a, b, mask_rows, half, stride_d, INTERLEAVED: tl.constexpr
 
 @triton.jit(do_not_specialize=["tokens", "S", "offset", "last_position"])
 def rotation_kernel(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, ids_ptr,  # ids_ptr None: positions offset + s
+    x_ptr, out_ptr, turns_ptr, ids_ptr,  # ids_ptr None: positions offset + s
+    scale,  # of cos and sin; None: 1
     x_strides, out_strides, stride_xd, stride_od, stride_id,  # of batch, token, head; then channel
     tokens, S, H, half_units, rest_units, offset, last_position,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BATCHED: tl.constexpr, REST: tl.constexpr,
     EVEN_H: tl.constexpr, EVEN_P: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
-    EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
+    EVICT: tl.constexpr, STORE_CACHE: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, BLOCK_T), cdiv(H, BLOCK_H * STEPS)). P = half_units * ALIGN; strides of
     batch, token and head in units of ALIGN too. BATCHED: more than one sequence of S tokens.
@@ -151,18 +151,16 @@ def rotation_kernel(
         a = a + (a_i,)
         b = b + (b_i,)
 
+    # Else ptxas, to save registers, delays loads until it has computed with what came before, and a
+    # program waits for memory twice.
+    tl.debug_barrier()
     position = seq + offset
     if ids_ptr is not None:
-        # Unchecked on a GPU: a wrong id must not read outside the tables.
+        # Unchecked on a GPU: a wrong id turns by the angle of the nearest one.
         position = tl.load(ids_ptr + seq.to(tl.int64) * stride_id, mask=mask_t)
         position = tl.minimum(tl.maximum(position, 0), last_position)
-    cols = tl.arange(0, BLOCK_P)[None, :]
-    entry = tl.broadcast_to(position.to(tl.int64) * half + cols, [BLOCK_R, BLOCK_P])
-    mask_p = tile_mask(mask_t, cols, half, EVEN_P)
-    if mask_p is not None:
-        mask_p = tl.broadcast_to(mask_p, [BLOCK_R, BLOCK_P])
-    cos = load_tile(cos_ptr + entry, mask_p, "")
-    sin = load_tile(sin_ptr + entry, mask_p, "")
+    words = turns_ptr + tl.program_id(0) % COPIES * (2 * half)
+    cos, sin = angles(position, words, half, scale, EVEN_P, BLOCK_T, BLOCK_R, BLOCK_P)
     if BACK:
         sin = -sin
 
@@ -184,23 +182,34 @@ def rotation_kernel(
             tl.store(rows + channel_offsets(2 * half, cols_r, stride_od), rest, mask=mask_r)
 
 
+def numbers_of(call: Any) -> dict[str, Any]:
+    """The rule's parameters, rotary_dim among them."""
+    return {k: v for k, v in vars(call.params).items() if k not in NOT_OF_THE_RULE}
+
+
+def rule_of(call: Any) -> rules.Rule:
+    return RULES[call.spec.forward_op or call.spec.name]
+
+
+def fixed_arguments(call: Any, plan: Plan) -> tuple[Any, ...]:
+    """The kernel's arguments after its tensors."""
+    scale = amplitude(rule_of(call), **numbers_of(call))
+    return (scale, *plan.sizes, *plan.constexprs().values(), COPIES)
+
+
 def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., Any]:
     """Plan once; the result allocates and launches."""
     plan = plan_for(call, tiling)
     if plan is None:  # a gradient that nobody asked for
         return lambda *tensors: ()
-    p = call.params
-    numbers = {k: v for k, v in vars(p).items() if k not in NOT_OF_THE_RULE}
-    rule = RULES[call.spec.forward_op or call.spec.name]
-    fixed = (*plan.sizes, *plan.constexprs().values())
+    rule, numbers = rule_of(call), numbers_of(call)
     device, returned = call.device, bool(call.outputs)
-    run = launcher(rotation_kernel, plan.grid, {"num_warps": plan.tiling.num_warps}, fixed)
+    run = launcher(rotation_kernel, plan.grid, plan.options(), fixed_arguments(call, plan))
     allocate = allocator(device, call.outputs)
 
     def launch(x: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
         (out,) = allocate() if returned else (x,)
-        cos, sin = cached_cos_sin(rule, plan.positions, device, **numbers)
-        run(x, out, cos, sin, ids)
+        run(x, out, *turns(rule, device, **numbers), ids)
         return out if returned else ()
 
     return launch

@@ -8,8 +8,10 @@ INTERLEAVED = ("rope_non_neox",)
 # Parameters that say where the tokens are, not what the frequencies are.
 NOT_OF_THE_RULE = ("offset", "max_position", "x_shape", "output_mask")
 MAX_TOKENS = 2**31 - 2**16  # their numbers are 32-bit, and blocks reach past the end
+MAX_POSITIONS = 2**31 - 2**16  # the same
 MAX_PAIRS = 4096  # a block is a row or more, and a program holds it in registers
-FEW_PAIRS = 2**19  # below, latency counts: 132 multiprocessors with 4 warps of 8 pairs a lane
+FEW_PAIRS = 2**19  # up to here all fits the registers of 132 multiprocessors at once
+HALF_VECTORS = 2**17  # 4 warps of 8 pairs a lane on each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +24,15 @@ class Tiling:
     num_warps: int
     evict: str = ""
     store_cache: str = ""
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """sizes: the kernel's run-time arguments after its tensors. positions: rows of the tables."""
+    """sizes: the kernel's run-time arguments after its tensors and the amplitude."""
 
     tiling: Tiling
     grid: tuple[int, int, int]
-    positions: int
     sizes: tuple[Any, ...]
     interleaved: bool
     back: bool
@@ -40,6 +42,12 @@ class Plan:
     even_p: bool
     align: int
     block_p: int
+
+    def options(self) -> dict[str, Any]:
+        """The compiler's. Masks and wide strides need more registers than the tiling grants."""
+        is_plain = self.align == 16 and self.even_h and self.even_p and not self.rest
+        limit = self.tiling.max_registers if is_plain else None
+        return {"num_warps": self.tiling.num_warps, "maxnreg": limit}
 
     def constexprs(self) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
@@ -67,15 +75,24 @@ def power_of_two(n: int) -> int:
 
 
 def rule(tokens: int, heads: int, pairs: int, itemsize: int) -> Tiling:
-    """A vector of a and one of b a thread and step; two steps where there is enough to do."""
+    """A vector of a and one of b a thread and step, two warps: every row of heads computes the
+    angles anew, so few rows and more steps. Where there is little to do, first no steps and then
+    half vectors, so that more warps share it.
+    """
     vector = 16 // itemsize
     block_p = power_of_two(pairs)
-    few = tokens * heads * pairs <= FEW_PAIRS
-    num_warps = 2 if few else 4
+    total = tokens * heads * pairs
+    if total <= HALF_VECTORS:
+        vector //= 2
+    num_warps = min(max(block_p // 512, 2), 8)
     rows = max(num_warps * 32 * vector // block_p, 1)
     block_h = min(power_of_two(heads), rows)
-    steps = 2 if not few and heads >= 2 * block_h else 1
-    return Tiling(max(rows // block_h, 1), block_h, steps, num_warps)
+    steps = 1
+    while total > FEW_PAIRS and steps < 4 and heads >= 2 * steps * block_h:
+        steps *= 2
+    # 16 programs of 2 warps fit a multiprocessor, so that 2048 run at once; without it, 68 to 70.
+    registers = 64 if steps == 4 else None
+    return Tiling(max(rows // block_h, 1), block_h, steps, num_warps, max_registers=registers)
 
 
 def as_4d(values: tuple[int, ...], filler: int) -> tuple[int, int, int, int]:
@@ -109,6 +126,8 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan | None:
     rest = channels - 2 * pairs
     ids = getattr(call.tensors, "position_ids", None)
     positions = p.max_position if ids is not None else p.offset + length
+    if positions > MAX_POSITIONS:
+        raise ValueError(f"positions up to {positions} do not fit its angles")
     head_blocks = -(-heads // (t.block_h * t.steps))
     if head_blocks > 65535:
         raise ValueError(f"{heads} heads do not fit its grid")
@@ -129,7 +148,6 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan | None:
     return Plan(
         tiling=t,
         grid=(-(-tokens // t.block_t), head_blocks, 1),
-        positions=positions,
         sizes=sizes,
         interleaved=name in INTERLEAVED,
         back=back,

@@ -66,7 +66,8 @@ def cached_cos_sin(
         return cos_sin(rule, position, torch.float32, rotary_dim, **numbers)
 
     key = (rule.__name__, rotary_dim, *numbers.values())
-    return rope_tables(key, length, device, build)
+    cos, sin = rope_tables(key, length, device, build)
+    return cos, sin
 
 
 def length_of(x: Tensor) -> int:
