@@ -193,7 +193,9 @@ inline void cluster_wait() {
     while (cpu::state.cluster.generation == cpu::state.self->cluster_generation) cpu::yield();
 }
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
-inline void expect_bytes(u64* arrivals, u32 bytes) { *arrivals = bytes; }
+inline void expect_bytes(u64* arrivals, u32 bytes) {
+    if (threadIdx.x == 0) *arrivals = bytes;
+}
 inline void wait_for_bytes(u64* arrivals) {
     while (*arrivals) cpu::yield();
 }

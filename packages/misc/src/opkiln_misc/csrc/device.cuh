@@ -39,12 +39,17 @@ DEVICE u32 in_shared_of(const void* pointer, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(in_shared(pointer)), "r"(rank));
     return mapped;
 }
-// By one thread, before it arrives at the cluster's barrier; the others store once they have passed that.
+// By all threads, before they arrive at the cluster's barrier; others store here once they have passed that.
 DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(arrivals)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(in_shared(arrivals)), "r"(bytes)
-                 : "memory");
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(arrivals)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();  // racecheck takes the two for accesses of different lanes
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(in_shared(arrivals)), "r"(bytes)
+                     : "memory");
+    __syncwarp();
 }
 // *to = value in CTA `rank`; T has 4, 8 or 16 bytes.
 template <typename T>

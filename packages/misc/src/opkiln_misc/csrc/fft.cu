@@ -209,8 +209,7 @@ extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
     Complex* buffers = reinterpret_cast<Complex*>(dynamic_shared());
     u64* arrivals = reinterpret_cast<u64*>(buffers + BUFFERS * PER_CTA * PITCH);
     if (CLUSTER > 1) {
-        if (ASYNC && threadIdx.x == 0) expect_bytes(arrivals, PER_CTA * N * sizeof(Complex));
-        __syncwarp();
+        if (ASYNC) expect_bytes(arrivals, PER_CTA * N * sizeof(Complex));
         cluster_arrive_relaxed();
     }
     const int lane = COLUMNS ? threadIdx.x / PER_CTA : threadIdx.x % LANES;

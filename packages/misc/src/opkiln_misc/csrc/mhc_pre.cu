@@ -37,8 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mhc_pre(
     const i64 row = blockIdx.x / CLUSTER * static_cast<i64>(ROWS);
     const int rows = ROWS == 1 ? 1 : static_cast<int>(min(batch - row, static_cast<i64>(ROWS)));
     u64* arrivals = reinterpret_cast<u64*>(dynamic_shared());  // of 16 bytes
-    if (threadIdx.x == 0) expect_bytes(arrivals, CLUSTER * rows * SUMS * 4);
-    __syncwarp();
+    expect_bytes(arrivals, CLUSTER * rows * SUMS * 4);
     cluster_arrive_relaxed();  // waited for below: no CTA writes to another before that one runs
     const int rank = cluster_rank();
     const i64 begin = rank * share, end = min(begin + share, N * columns);
