@@ -35,6 +35,11 @@ def fft(n: int, dtype: torch.dtype) -> tuple[str, list[torch.Tensor], dict]:
     return "fft", [meta(64, n, dtype=dtype)], dict(n=n, dim=1, norm="ortho")
 
 
+def fft_backward(n: int, dtype: torch.dtype, width: int) -> tuple[str, list[torch.Tensor], dict]:
+    params = dict(n=n, dim=1, norm="ortho", input_shape=(64, width), output_mask=[True])
+    return "fft_backward", [meta(64, n, dtype=dtype)], params
+
+
 ROWS = {
     "pre": ("mhc_pre", [meta(10240, 24), meta(4, 10240, dtype=torch.bfloat16), meta(24)], MHC),
     "pre-8-streams": ("mhc_pre", [meta(8192, 80), meta(1, 8192), meta(80)], MHC),
@@ -43,6 +48,10 @@ ROWS = {
     "fft-c64": fft(4096, torch.complex64),
     "fft-c128": fft(4096, torch.complex128),
     "fft-two-steps": fft(65536, torch.complex64),
+    "fft-backward-c64": fft_backward(4096, torch.complex64, 4096),
+    "fft-backward-c128": fft_backward(4096, torch.complex128, 4096),
+    "fft-backward-cropped": fft_backward(4096, torch.complex128, 4000),
+    "fft-backward-two-steps": fft_backward(65536, torch.complex64, 70000),
 }
 # Of the selection, a few per cent of the time; the loop that streams has none.
 MOST_LOCAL = {"topk1024": 64}

@@ -20,6 +20,37 @@ def test_conformance(case):
     assert case.run() == ""
 
 
+@pytest.mark.parametrize("case", conformance("fft_backward", C64))
+def test_conformance_of_the_backward(case):
+    assert case.run() == ""
+
+
+def gradient_error(shape: tuple[int, ...], n: int, tiling: Tiling | None = None) -> float:
+    """Of the gradient along the last dim, at its worst, for an input of `shape`."""
+    g = torch.randn(*shape[:-1], n, dtype=C64)
+    params = dict(n=n, dim=len(shape) - 1, norm="ortho", input_shape=shape, output_mask=[True])
+    call = Call.of(CATALOGUE["fft_backward"], [g], params)
+    got = fft.prepare(call, tiling)(g)
+    (want,) = call.spec.reference(g.to(C128), **params)
+    assert got.shape == want.shape
+    return float((got - want).abs().max())
+
+
+@pytest.mark.parametrize(("points", "cluster"), [(8, 1), (16, 2), (8, 8)])
+@pytest.mark.parametrize("width", [256, 101, 600])
+def test_gradient_of_a_cropped_or_padded_input(points, cluster, width):
+    """In a CTA and over a cluster: fewer outputs than points, or zeros after them."""
+    torch.manual_seed(0)
+    tiling = Tiling(points, cluster=cluster, asynchronous=cluster == 8)
+    assert gradient_error((3, width), 256, tiling) < 3e-6
+
+
+@pytest.mark.parametrize("width", [16384, 5001, 40000])
+def test_gradient_in_two_steps(width):
+    torch.manual_seed(0)
+    assert gradient_error((2, width), 16384) < 3e-6
+
+
 def error(x: torch.Tensor, dim: int = -1, tiling: Tiling | None = None) -> float:
     dim = dim % x.ndim
     call = Call.of(CATALOGUE["fft"], [x], dict(n=x.shape[dim], dim=dim, norm="backward"))
@@ -98,4 +129,4 @@ def test_few_transforms_take_clusters(transforms, cluster):
 
 def test_a_cluster_without_room_for_two_buffers_is_refused():
     with pytest.raises(ValueError, match="do not fit"):
-        fft.step(C64, 32768, [], (1, 1), 32768, 0, Tiling(16, cluster=2))
+        fft.step(C64, 32768, [], (1, 1), (32768, 32768), 0, Tiling(16, cluster=2), {})

@@ -1,11 +1,13 @@
-"""How fft is launched: csrc/fft.cu, in one step, or in two for more points than a CTA holds.
+"""How fft and fft_backward are launched: csrc/fft.cu, in one step, or in two for more points than a
+CTA holds. The backward is the inverse transform with the forward's scale, cropped or followed by
+zeros where the forward's input was padded or cropped.
 
 The two steps of n = n1 * n2 points: n2 transforms of every n2-th point, turned; then n1 transforms
 of n2 neighbours. Between them lies a workspace of the output's size.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,13 +87,16 @@ def collapse(dims: Sequence[tuple[int, int, int]]) -> Dims:
 
 
 def step(
-    dtype: torch.dtype, n: int, dims: Dims, strides: tuple[int, int], present: int, total: int,
-    tiling: Tiling,
+    dtype: torch.dtype, n: int, dims: Dims, strides: tuple[int, int], ends: tuple[int, int],
+    total: int, tiling: Tiling, more: Mapping[str, int],
 ) -> Step:  # fmt: skip
-    """strides: of the points, in and out."""
+    """strides: of the points, in and out. ends: how many there are, in and out, the latter of all
+    transforms that are APART from each other. more: INVERSE and APART.
+    """
     if len(dims) > MAX_DIMS:
         raise ValueError(f"the other dims collapse to {len(dims)} strides, at most {MAX_DIMS} fit")
     spread, points = tiling.cluster > 1, n
+    apart = more.get("APART", 1)
     n = n // tiling.points if spread else n
     lanes = n // tiling.points
     inner = dims[-1] if dims else (1, 0, 0)
@@ -113,16 +118,19 @@ def step(
         "CLUSTER": tiling.cluster,
         "COLUMNS": int(spread or inner[1] < strides[0] or inner[2] < strides[1]),
         "DIMS": len(dims),
-        "DENSE": int(strides == (1, 1) and present == points),
+        "DENSE": int(strides == (1, 1) and ends == (points, points)),
         "BUFFERS": buffers,
         "ASYNC": int(tiling.asynchronous),
         "TOTAL": total,
+        "EDGE": int(ends[1] != points * apart),
+        "APART": apart,
+        "INVERSE": more.get("INVERSE", 0),
     }
     transforms = math.prod(size for size, _, _ in dims)
     full = [(1, 0, 0)] * (MAX_DIMS - len(dims)) + dims
     sizes = (
         transforms, *[d[0] for d in full[1:]], *[d[1] for d in full], *[d[2] for d in full],
-        *strides, present,
+        *strides, *ends,
     )  # fmt: skip
     shared = buffers * per_cta * pitch * dtype.itemsize + arrivals
     return Step(macros, transforms, per_cta, lanes * per_cta, shared, tiling.cluster, sizes)
@@ -130,17 +138,18 @@ def step(
 
 def plan_for(call: Any, tiling: Tiling | None = None) -> list[Step]:
     """ValueError says what the kernel cannot serve."""
-    x, (out,), p = call.tensors.input, call.outputs, call.params
+    (x,), (out,), p = vars(call.tensors).values(), call.outputs, call.params
     n, dim = p.n, p.dim
+    inverse = {"INVERSE": int(call.spec.name == "fft_backward")}
     if n < 2 or n & (n - 1) or n > MAX_POINTS:
         raise ValueError(f"serves powers of two from 2 to {MAX_POINTS} points, got {n}")
     others = [(size, x.stride[i], out.stride[i]) for i, size in enumerate(out.shape) if i != dim]
     strides = (x.stride[dim], out.stride[dim])
-    present = min(x.shape[dim], n)
+    present, kept = min(x.shape[dim], n), out.shape[dim]
     if n <= ONE_STEP[x.dtype]:
         transforms = math.prod(d[0] for d in others)
         chosen = tiling or rule(n, x.dtype, transforms, call.policy.batch_invariant)
-        return [step(x.dtype, n, collapse(others), strides, present, 0, chosen)]
+        return [step(x.dtype, n, collapse(others), strides, (present, kept), 0, chosen, inverse)]
     n1 = 1 << (n.bit_length() - 1) // 2
     n2 = n // n1
     batch = [d[0] for d in others]
@@ -152,9 +161,13 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> list[Step]:
     rows = (n1, n2, strides[1])
     return [
         step(
-            x.dtype, n1, [*collapse(first), columns], (n2 * strides[0], n2), present, n, tilings[0]
+            x.dtype, n1, [*collapse(first), columns], (n2 * strides[0], n2), (present, n1), n,
+            tilings[0], inverse,
         ),
-        step(x.dtype, n2, [*collapse(second), rows], (1, n1 * strides[1]), n2, 0, tilings[1]),
+        step(
+            x.dtype, n2, [*collapse(second), rows], (1, n1 * strides[1]), (n2, kept), 0,
+            tilings[1], inverse | {"APART": n1},
+        ),
     ]  # fmt: skip
 
 
@@ -170,13 +183,14 @@ def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tens
         kernel = cuda.load(source("fft"), "fft", call.device, s.macros)
         runs.append(kernel.configure(s.grid, (s.threads, 1, 1), s.shared_bytes, s.cluster))
     (meta,) = call.outputs
+    points = call.params.n * math.prod(d for i, d in enumerate(meta.shape) if i != call.params.dim)
 
     def launch(x: torch.Tensor) -> torch.Tensor:
         out = meta.empty()
         if len(steps) == 1:
             runs[0](x, out, *steps[0].sizes, scale)
             return out
-        between = torch.empty_like(out)
+        between = out.new_empty(points)
         runs[0](x, between, *steps[0].sizes, 1.0)
         runs[1](between, out, *steps[1].sizes, scale)
         return out

@@ -18,9 +18,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_DTYPES = {
     "mhc_pre": DTYPES,
     "fft": (torch.complex64, torch.complex128),
+    "fft_backward": (torch.complex64, torch.complex128),
     "topk_selector": (torch.float32,),
 }
-MODULES = {"mhc_post": "mhc_post", "mhc_pre": "mhc_pre", "fft": "fft", "topk_selector": "topk"}
+MODULES = {
+    "mhc_post": "mhc_post",
+    "mhc_pre": "mhc_pre",
+    "fft": "fft",
+    "fft_backward": "fft",
+    "topk_selector": "topk",
+}
 TRAITS = frozenset({"deterministic", "batch_invariant"})
 EXTRA = "opkiln-misc[cu13]"  # brings NVRTC and what launches its kernels
 

@@ -3,7 +3,7 @@
 //
 // A thread holds POINTS points; the passes exchange them through shared memory. PER_CTA transforms
 // share a CTA. The transforms are the indices of up to four dims, each with its strides. Points from
-// `present` on are zeros (a padded input).
+// `present` on are zeros (a padded input). INVERSE: exp(+2 pi i j k / N), the gradient.
 //
 // CLUSTER > 1: a cluster of CTAs serves one transform of POINTS * N points. Its first pass leaves POINTS
 // transforms of N points, PER_CTA = POINTS / CLUSTER of them in the shared memory of each CTA, so that
@@ -16,7 +16,9 @@
 // BUFFERS: 2: exchanges take turns, one barrier each; CLUSTER > 1 needs 2;
 // ASYNC: CTAs count the bytes that others store in their memory, instead of a barrier of the cluster;
 // TOTAL: 0, or this is the first step of a transform of TOTAL points, over every TOTAL / N-th of them
-// from column c, the innermost index, on: output k is also turned by exp(-2 pi i k c / TOTAL).
+// from column c, the innermost index, on: output k is also turned by exp(-2 pi i k c / TOTAL);
+// EDGE: the outputs from `kept` on do not exist, or, where `kept` exceeds their number, zeros follow them;
+// APART: of the last step of two: how many outputs lie between two of a transform, else 1.
 
 constexpr int LANES = N / POINTS;  // threads of a transform
 static_assert(CLUSTER == 1 || BUFFERS == 2, "the cluster writes to the second buffer");
@@ -26,15 +28,17 @@ struct alignas(2 * sizeof(REAL)) Complex { REAL x, y; };
 DEVICE Complex operator+(Complex a, Complex b) { return {a.x + b.x, a.y + b.y}; }
 DEVICE Complex operator-(Complex a, Complex b) { return {a.x - b.x, a.y - b.y}; }
 DEVICE Complex operator*(Complex a, Complex b) { return {a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x}; }
-DEVICE Complex quarter_turn(Complex a) { return {a.y, -a.x}; }  // times -i
+DEVICE Complex quarter_turn(Complex a) {  // times -i, or i
+    return INVERSE ? Complex{-a.y, a.x} : Complex{a.y, -a.x};
+}
 
 DEVICE void sine_cosine(float turns, float* s, float* c) { sincospif(2 * turns, s, c); }
 DEVICE void sine_cosine(double turns, double* s, double* c) { sincospi(2 * turns, s, c); }
-// exp(-2 pi i k / of), of a power of two: the fraction is exact.
+// exp(-2 pi i k / of), of a power of two: the fraction is exact. INVERSE: its conjugate, as root16.
 DEVICE Complex root(int k, int of) {
     REAL s, c;
     sine_cosine(static_cast<REAL>(k) / of, &s, &c);
-    return {c, -s};
+    return {c, INVERSE ? s : -s};
 }
 
 DEVICE void dft2(Complex& a, Complex& b) {
@@ -62,7 +66,7 @@ DEVICE constexpr REAL cosine16(int k) {
     const double values[5] = {1, 0.92387953251128675613, 0.70710678118654752440, 0.38268343236508977173, 0};
     return sign * static_cast<REAL>(values[k]);
 }
-DEVICE constexpr Complex root16(int k) { return {cosine16(k), -cosine16(k + 12)}; }
+DEVICE constexpr Complex root16(int k) { return {cosine16(k), (INVERSE ? 1 : -1) * cosine16(k + 12)}; }
 
 // In place; term k of the result lies at place<R>(k).
 template <int R>
@@ -120,6 +124,7 @@ struct Transform {
     Complex* out;
     i64 in_stride, out_stride;
     int present, column;
+    i64 kept;
     REAL scale;
     bool exists;
 };
@@ -155,8 +160,12 @@ DEVICE void passes(Complex (&v)[POINTS], Complex* buffer, const Transform& t, in
                 const int k = lane + b * LANES + i * SPAN;
                 Complex y = v[b * R + place<R>(i)];
                 if (TOTAL) y = y * root(static_cast<int>(static_cast<i64>(k) * t.column % (TOTAL ? TOTAL : 1)), TOTAL);
-                if (t.exists) t.out[k * t.out_stride] = {y.x * t.scale, y.y * t.scale};
+                if (t.exists && (!EDGE || k < t.kept)) t.out[k * t.out_stride] = {y.x * t.scale, y.y * t.scale};
             }
+        }
+        if (EDGE && t.exists) {
+#pragma unroll 1
+            for (i64 after = N + lane; after < t.kept; after += LANES) t.out[after * t.out_stride] = {0, 0};
         }
     } else {
         constexpr int NEXT = radix(SPAN * R);
@@ -205,7 +214,8 @@ DEVICE void spread(Complex (&v)[POINTS], Complex* buffers, int column, int own, 
 
 extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
     const Complex* in, Complex* out, i64 transforms, i64 size1, i64 size2, i64 size3, i64 in0, i64 in1, i64 in2,
-    i64 in3, i64 out0, i64 out1, i64 out2, i64 out3, i64 in_stride, i64 out_stride, i64 present, double scale) {
+    i64 in3, i64 out0, i64 out1, i64 out2, i64 out3, i64 in_stride, i64 out_stride, i64 present, i64 kept,
+    double scale) {
     Complex* buffers = reinterpret_cast<Complex*>(dynamic_shared());
     u64* arrivals = reinterpret_cast<u64*>(buffers + BUFFERS * PER_CTA * PITCH);
     if (CLUSTER > 1) {
@@ -230,6 +240,8 @@ extern "C" __global__ void __launch_bounds__(LANES * PER_CTA) fft(
     t.out_stride = (DENSE ? 1 : out_stride) * (CLUSTER > 1 ? POINTS : 1);
     t.present = static_cast<int>(TOTAL ? (present - i3 + TOTAL / N - 1) / (TOTAL ? TOTAL / N : 1) : present);
     t.column = static_cast<int>(i3);
+    // This transform's outputs are every APART-th of all, or every POINTS-th of those of its cluster.
+    if (EDGE) t.kept = CLUSTER > 1 ? (kept - term + POINTS - 1) / POINTS : (kept - (APART > 1 ? i3 : 0) + APART - 1) / APART;
     t.scale = static_cast<REAL>(scale);
     Complex v[POINTS];
 #pragma unroll
