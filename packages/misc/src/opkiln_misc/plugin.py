@@ -23,11 +23,13 @@ CUDA_DTYPES = {
 }
 MODULES = {
     "mhc_post": "mhc_post",
+    "mhc_post_backward": "mhc_post_backward",
     "mhc_pre": "mhc_pre",
     "fft": "fft",
     "fft_backward": "fft",
     "topk_selector": "topk",
 }
+TRITON_BACKWARDS = ("mhc_post_backward", "mhc_pre_backward")
 TRAITS = frozenset({"deterministic", "batch_invariant"})
 EXTRA = "opkiln-misc[cu13]"  # brings NVRTC and what launches its kernels
 
@@ -46,6 +48,18 @@ def supports_mhc_post(call: Call) -> Refusal | None:
         return Refusal(f"rows of {res.shape[1]} elements do not fit its 32-bit columns")
     if layer.shape[1] > 65535 * 256:
         return Refusal(f"serves up to {65535 * 256} columns a stream, not {layer.shape[1]}")
+    return triton_refusal(call.device)
+
+
+def supports_triton_backward(call: Call) -> Refusal | None:
+    """For the backwards whose kernels are Triton: what their planner says, then the device."""
+    for name, meta in vars(call.tensors).items():
+        if meta.dtype not in DTYPES:
+            return Refusal(f"serves float16, bfloat16 and float32, {name} is {meta.dtype}")
+    try:
+        planner(call.spec.name).plan_for(call)
+    except ValueError as error:
+        return Refusal(str(error))
     return triton_refusal(call.device)
 
 
@@ -72,19 +86,20 @@ def loader(op: str) -> Callable[[], Prepare]:
     return lambda: planner(op).prepare
 
 
+def implementation(op: str) -> Implementation:
+    """The gradient of mhc_pre is not batch invariant: which rows are added up together follows
+    their number.
+    """
+    supports = supports_cuda if op in CUDA_DTYPES else supports_mhc_post
+    if op in TRITON_BACKWARDS:
+        supports = supports_triton_backward
+    traits = TRAITS - {"batch_invariant"} if op == "mhc_pre_backward" else TRAITS
+    version = metadata.version("opkiln-misc")
+    return Implementation(
+        op, "opkiln", version, 1, supports, loader(op), priority=10, traits=traits
+    )
+
+
 @hookimpl
 def opkiln_implementations() -> list[Any]:
-    version = metadata.version("opkiln-misc")
-    return [
-        Implementation(
-            op,
-            "opkiln",
-            version,
-            1,
-            supports_cuda if op in CUDA_DTYPES else supports_mhc_post,
-            loader(op),
-            priority=10,
-            traits=TRAITS,
-        )
-        for op in MODULES
-    ]
+    return [implementation(op) for op in MODULES]

@@ -1,0 +1,42 @@
+"""The Triton backwards, compiled for sm_90 without a GPU: no spills, 16-byte loads."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = pathlib.Path(__file__).with_name("compile_backwards.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def faults(name: str, report: dict[str, Any]) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    counts = report["counts"]
+    found = [f"{key} {report[key]}" for key in ("spill_bytes", "stack_bytes") if report[key]]
+    found += [code for code in counts if code.split(".")[0] in ("LDL", "STL")]
+    wide = any(code.startswith(("LDG", "LDGSTS")) and ".128" in code for code in counts)
+    if not wide and not name.startswith("odd"):
+        found.append(f"no 16-byte load: {[c for c in counts if c.startswith('LDG')]}")
+    return found
+
+
+def test_no_spills_and_16_byte_loads(reports):
+    """One test for all kernels, so that one pytest-xdist worker compiles them, once."""
+    assert {name: found for name, r in reports.items() if (found := faults(name, r))} == {}
+
+
+def test_faults_are_seen():
+    report = {"spill_bytes": 8, "stack_bytes": 0, "counts": {"LDG.E.64": 1, "LDL": 2}}
+    assert [f.split()[0] for f in faults("post", report)] == ["spill_bytes", "LDL", "no"]
