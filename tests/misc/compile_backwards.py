@@ -1,4 +1,4 @@
-"""A script: compile the Triton backwards for sm_90 as a GPU would, and print a JSON report for each.
+"""A script: compile the Triton backwards for sm_90 as a GPU would, and print a JSON report of each.
 
 Run without TRITON_INTERPRET, which would make the kernels Python. A case's call is planned on meta
 tensors, its launches are recorded, and what they would compile is compiled.

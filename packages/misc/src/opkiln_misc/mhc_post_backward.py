@@ -120,7 +120,7 @@ def rule(batch: int, streams: int, columns: int, itemsize: int) -> Tiling:
     warps than a row has vectors.
     """
     whole = triton.next_power_of_2(max(columns, 16))
-    if batch <= MOST_SPREAD and 1 < streams and whole <= 16384:
+    if batch <= MOST_SPREAD and streams > 1 and whole <= 16384:
         return Tiling(whole, min(max(whole * itemsize // 512, 1), 16), spread=True)
     vector = 16 // itemsize
     warps = min(max(whole // (32 * vector), 1), 4 if streams <= 4 else 8)

@@ -25,6 +25,7 @@ MODULES = {
     "mhc_post": "mhc_post",
     "mhc_post_backward": "mhc_post_backward",
     "mhc_pre": "mhc_pre",
+    "mhc_pre_backward": "mhc_pre_backward",
     "fft": "fft",
     "fft_backward": "fft",
     "topk_selector": "topk",

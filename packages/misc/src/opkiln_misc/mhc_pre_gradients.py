@@ -1,0 +1,195 @@
+"""Of mhc_pre's backward: the two passes over the data, and the sum over groups of rows.
+
+A tile of R rows and BLOCK_C columns of every stream is read at once: x and grad_x_res [B, N * C],
+grad_x_layer [B, C], phi [N * C, M]. Products with phi run on the tensor cores, in three parts of
+TF32 (PRECISION) that together keep f32; sums of what they leave over are f32.
+"""
+
+import triton
+import triton.language as tl
+
+from opkiln_misc.mhc_pre_gates import program_coefficients
+
+
+@triton.jit
+def load_tile(ptr, rows, cols, mask, stride_b, stride_c):
+    """[R, BLOCK_C] as f32, zeros outside."""
+    at = rows[:, None] * stride_b + cols.to(tl.int64)[None, :] * stride_c
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_streams(ptr, rows, cols, mask, C, stride_b, stride_c, N: tl.constexpr):
+    tiles = ()
+    for i in tl.static_range(N):
+        tiles = tiles + (load_tile(ptr, rows, i * C + cols, mask, stride_b, stride_c),)
+    return tiles
+
+
+@triton.jit
+def load_phi(ptr, k, mask_k, stride_k, stride_m, M: tl.constexpr, MP: tl.constexpr):
+    """Rows k of phi, [BLOCK_C, MP]."""
+    m = tl.arange(0, MP)
+    at = k.to(tl.int64)[:, None] * stride_k + m.to(tl.int64)[None, :] * stride_m
+    return tl.load(ptr + at, mask=mask_k[:, None] & (m < M)[None, :], other=0.0)
+
+
+@triton.jit
+def mhc_pre_sums_kernel(
+    g_res_ptr, g_layer_ptr, phi_ptr, x_ptr, parts_ptr, B, C, share,
+    stride_rb, stride_rc, stride_lb, stride_lc, stride_pk, stride_pm, stride_xb, stride_xk,
+    N: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """parts[split, b] = the sums of row b (see mhc_pre_gates) over `share` columns of each stream.
+
+    Grid (cdiv(B, R), splits). share: a multiple of BLOCK_C.
+    """
+    M: tl.constexpr = N * N + 2 * N
+    S: tl.constexpr = M + 1 + N * N + N
+    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    mask_b = rows < B
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, C)
+    h = tl.full([R, MP], 0.0, tl.float32)
+    square = tl.full([R, BLOCK_C], 0.0, tl.float32)
+    sums = ()  # D, then those with grad_x_layer
+    for _ in tl.static_range(N * N + N):
+        sums = sums + (tl.full([R], 0.0, tl.float32),)
+    for start in tl.range(begin, end, BLOCK_C):
+        cols = start + tl.arange(0, BLOCK_C)
+        mask_c = cols < end
+        mask = mask_b[:, None] & mask_c[None, :]
+        xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, N)
+        gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, N)
+        g_layer = load_tile(g_layer_ptr, rows, cols, mask, stride_lb, stride_lc)
+        added = ()
+        for j in tl.static_range(N):
+            phi = load_phi(phi_ptr, j * C + cols, mask_c, stride_pk, stride_pm, M, MP)
+            h = tl.dot(xs[j], phi, h, input_precision=PRECISION)
+            square += xs[j] * xs[j]
+            for i in tl.static_range(N):
+                added = added + (sums[j * N + i] + tl.sum(xs[j] * gs[i], axis=1),)
+        for j in tl.static_range(N):
+            added = added + (sums[N * N + j] + tl.sum(xs[j] * g_layer, axis=1),)
+        sums = added
+    parts_ptr += tl.program_id(1).to(tl.int64) * B * S
+    m = tl.arange(0, MP)
+    at = rows[:, None] * S + m[None, :]
+    tl.store(parts_ptr + at, h, mask=mask_b[:, None] & (m < M)[None, :])
+    tl.store(parts_ptr + rows * S + M, tl.sum(square, axis=1), mask=mask_b)
+    for k in tl.static_range(N * N + N):
+        tl.store(parts_ptr + rows * S + M + 1 + k, sums[k], mask=mask_b)
+
+
+@triton.jit
+def gradient_of_x(
+    x, g_layer, gs, product, coef_ptr, rows, mask_b, N: tl.constexpr, J: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Of stream J: product = dH @ phi^T."""
+    at = coef_ptr + rows * K
+    factor = tl.load(at + K - 1, mask=mask_b, other=0.0)
+    pre = tl.load(at + N * N + J, mask=mask_b, other=0.0)
+    out = product + factor[:, None] * x + pre[:, None] * g_layer
+    for i in tl.static_range(N):
+        res = tl.load(at + i * N + J, mask=mask_b, other=0.0)
+        out += res[:, None] * gs[i]
+    return out
+
+
+@triton.jit
+def mhc_pre_gradients_kernel(
+    g_res_ptr, g_layer_ptr, g_post_ptr, phi_ptr, x_ptr, b_ptr, d_x_ptr, d_phi_ptr, d_b_ptr,
+    parts_ptr, sums_ptr, coef_ptr, rounds_ptr, B, C, group_rows,
+    stride_rb, stride_rc, stride_lb, stride_lc, stride_pk, stride_pm, stride_xb, stride_xk,
+    stride_b, stride_gb, stride_gn, alpha_pre, alpha_post, alpha_res, repeat, eps, width,
+    FOLD: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    SP: tl.constexpr, MP: tl.constexpr, GATE_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(C, BLOCK_C), groups): BLOCK_C columns of each stream, `group_rows` rows.
+
+    d_x [B, N * C]; d_phi [groups, N * C, M] and d_b [groups, M]: the group's sums; None where not
+    wanted. FOLD: the program computes the coefficients of all rows itself, in its own part of the
+    workspace; else coef holds them.
+    """
+    M: tl.constexpr = N * N + 2 * N
+    K: tl.constexpr = N * N + N + 2 * M + 1
+    DH: tl.constexpr = N * N + N
+    if FOLD:
+        program = tl.program_id(0)
+        program_coefficients(
+            parts_ptr, sums_ptr, coef_ptr, rounds_ptr, b_ptr, g_post_ptr, program, 0, B,
+            stride_b, stride_gb, stride_gn, alpha_pre, alpha_post, alpha_res, repeat, eps, width,
+            SPLITS, N, NP, SP, GATE_ROWS, CHUNK,
+        )  # fmt: skip
+        coef_ptr += program.to(tl.int64) * GATE_ROWS * K
+    group = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = cols < C
+    m = tl.arange(0, MP)
+    d_phi = ()
+    for _ in tl.static_range(N):
+        d_phi = d_phi + (tl.full([BLOCK_C, MP], 0.0, tl.float32),)
+    d_b = tl.full([R, MP], 0.0, tl.float32)
+    end = tl.minimum((group + 1) * group_rows, B)
+    for start in tl.range(group * group_rows, end, R):
+        rows = (start + tl.arange(0, R)).to(tl.int64)
+        mask_b = rows < end
+        mask = mask_b[:, None] & mask_c[None, :]
+        xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, N)
+        at = rows[:, None] * K + DH + m[None, :]
+        mask_m = mask_b[:, None] & (m < M)[None, :]
+        dh = tl.load(coef_ptr + at, mask=mask_m, other=0.0)
+        if d_b_ptr is not None:
+            own = mask_m & (tl.program_id(0) == 0)
+            d_b += tl.load(coef_ptr + at + M, mask=own, other=0.0)
+        if d_x_ptr is not None:
+            gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, N)
+            g_layer = load_tile(g_layer_ptr, rows, cols, mask, stride_lb, stride_lc)
+            for j in tl.static_range(N):
+                phi = load_phi(phi_ptr, j * C + cols, mask_c, stride_pk, stride_pm, M, MP)
+                product = tl.dot(dh, tl.trans(phi), input_precision=PRECISION)
+                d_x = gradient_of_x(xs[j], g_layer, gs, product, coef_ptr, rows, mask_b, N, j, K)
+                to = d_x_ptr + rows[:, None] * N * C + (j * C + cols)[None, :]
+                tl.store(to, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
+        if d_phi_ptr is not None:
+            added = ()
+            for j in tl.static_range(N):
+                added = added + (tl.dot(tl.trans(xs[j]), dh, d_phi[j], input_precision=PRECISION),)
+            d_phi = added
+    if d_phi_ptr is not None:
+        for j in tl.static_range(N):
+            k = (group.to(tl.int64) * N + j) * C + cols
+            to = d_phi_ptr + k[:, None] * M + m[None, :]
+            tl.store(to, d_phi[j], mask=mask_c[:, None] & (m < M)[None, :])
+    if d_b_ptr is not None:
+        own = (m < M) & (tl.program_id(0) == 0)
+        tl.store(d_b_ptr + group * M + m, tl.sum(d_b, axis=0), mask=own)
+
+
+@triton.jit
+def add_groups(from_ptr, to_ptr, block, count, groups, BLOCK: tl.constexpr):
+    offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for _ in tl.range(0, groups):
+        total += tl.load(from_ptr + offs, mask=offs < count, other=0.0)
+        from_ptr += count
+    tl.store(to_ptr + offs, total, mask=offs < count)
+
+
+@triton.jit
+def mhc_pre_groups_kernel(
+    part_phi_ptr, part_b_ptr, d_phi_ptr, d_b_ptr, phi_count, b_count, groups, BLOCK: tl.constexpr
+):
+    """Add up d_phi and d_b over the groups. Grid: cdiv(phi_count, BLOCK) and, last, d_b's one."""
+    block = tl.program_id(0)
+    if d_phi_ptr is not None:
+        blocks = tl.cdiv(phi_count, BLOCK)
+        if block < blocks:
+            add_groups(part_phi_ptr, d_phi_ptr, block, phi_count, groups, BLOCK)
+        block -= blocks
+    if d_b_ptr is not None:
+        if block == 0:
+            add_groups(part_b_ptr, d_b_ptr, block, b_count, groups, BLOCK)
