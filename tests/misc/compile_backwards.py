@@ -35,7 +35,25 @@ def post(batch: int, streams: int, columns: int, dtype: torch.dtype = BF16) -> C
     return "mhc_post_backward", tensors, params
 
 
+def pre(batch: int, streams: int, columns: int, dtype: torch.dtype = BF16, repeat: int = 1) -> Case:
+    width, m = streams * columns, streams * (streams + 2)
+    tensors = [
+        meta(batch, width, dtype=dtype), meta(batch, columns, dtype=dtype), meta(0),
+        meta(width, m), meta(batch, width, dtype=dtype), meta(m),
+    ]  # fmt: skip
+    params = dict(
+        alpha_pre=0.01, alpha_post=0.01, alpha_res=0.01, sinkhorn_repeat=repeat,
+        sinkhorn_eps=0.02, return_h_post=False, output_mask=(True,) * 3,
+    )  # fmt: skip
+    return "mhc_pre_backward", tensors, params
+
+
 CASES = {
+    "pre-large": pre(4, 4, 2560),
+    "pre-few-f32": pre(8, 4, 2560, F32),
+    "pre-rows": pre(8192, 4, 2560, repeat=20),
+    "pre-rows-f32": pre(8192, 4, 2560, F32),
+    "pre-8-streams-f32": pre(256, 8, 1024, F32),
     "post-large": post(4, 4, 2560),
     "post-small": post(1, 4, 1280),
     "post-rows": post(8192, 4, 2560),

@@ -1,5 +1,7 @@
 """mhc_pre_backward against the reference in float64; in Triton's interpreter without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from misc.test_mhc_post import BF16, DEVICE, F16, F32, random
@@ -10,8 +12,9 @@ from opkiln_misc.plugin import supports_triton_backward
 
 SPEC = CATALOGUE["mhc_pre_backward"]
 ALL = [True, True, True]
-FOLDED = Tiling(16, 16, 16, 2, 1, 4, True)
-GROUPED = Tiling(16, 16, 32, 2, 2, 2)
+# Two splits; in GROUPED two groups of rows, a program for each stream.
+FOLDED = Tiling(sum_columns=16, splits=2, gate_rows=4, fold=True, columns=16, own=0)
+GROUPED = Tiling(sum_columns=16, splits=2, gate_rows=2, columns=32, groups=2)
 # Of an output's own rounding; the interpreter truncates bfloat16.
 UNIT = {F16: 2**-11, BF16: 2**-7 if DEVICE == "cpu" else 2**-8, F32: 2**-23}
 
@@ -37,6 +40,8 @@ def call_of(
 def check(call: Call, tensors: list[torch.Tensor], tiling: Tiling | None) -> tuple:
     """Launch; compare with float64, relative to each gradient's largest element."""
     assert supports_triton_backward(call) is None
+    if tiling and tiling.fold:
+        tiling = replace(tiling, own=tensors[0].shape[1] // tensors[1].shape[1])
     found = prepare(call, tiling)(*tensors)
     found = found if isinstance(found, tuple) else (found,)
     want = SPEC.reference(*(t.double() for t in tensors), **vars(call.params))
@@ -55,8 +60,11 @@ def test_sizes(n, c, tiling):
     check(*call_of(3, n, c), tiling)
 
 
-def test_eight_streams():
-    check(*call_of(2, 8, 16, repeat=1), Tiling(16, 16, 16, 1, 1, 2, True))
+@pytest.mark.parametrize("tiling", [FOLDED, None])
+def test_eight_streams(tiling):
+    """80 columns of phi, in chunks."""
+    assert not rule(2, 16, 8, 4).fold
+    check(*call_of(2, 8, 16, repeat=1), tiling)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -134,9 +142,14 @@ def test_two_runs_give_the_same_bits():
 
 
 def test_the_rule_folds_few_rows_and_fills_the_gpu_with_many():
-    assert rule(4, 2560, 4).fold and rule(4, 2560, 4).groups == 1
-    many = rule(8192, 2560, 4)
+    assert rule(4, 2560, 4, 2).fold and rule(4, 2560, 4, 2).groups == 1
+    many = rule(8192, 2560, 4, 2)
     assert not many.fold and many.splits == 1 and many.groups > 1
+
+
+@pytest.mark.parametrize(("streams", "own"), [(1, 1), (4, 4), (5, 1), (6, 3), (7, 1), (8, 1)])
+def test_the_streams_of_a_program_divide_all(streams, own):
+    assert rule(8192, 64, streams, 2).own == own
 
 
 def test_through_autograd():

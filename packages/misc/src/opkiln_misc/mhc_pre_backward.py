@@ -9,6 +9,7 @@ Sinkhorn matrices are walked back from the last by what they were divided by. Ar
 products with phi run in three parts of TF32, which leaves an error near f32's own.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,39 +31,51 @@ MAX_STREAMS = 8
 MOST_FOLDED = 8  # rows whose coefficients every program computes for itself
 PROGRAMS = 264  # that fill an H200 twice over
 ADDED = 512  # elements that a program of mhc_pre_groups_kernel adds up
-CHUNK = 16  # splits that are added up at once
+MOST_M = 32  # columns of dH and phi that kernel 3 holds at once
+ADDED_A_THREAD = 32  # elements of the splits that it adds up at once
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """rows, sum_columns and rows, columns: tiles of 1 and of 3; gate_rows: of a program of 2."""
+    """sum_rows, sum_columns, sum_warps, splits: of kernel 1; gate_rows, gate_warps: of 2, or of 3
+    where it is folded into that; rows, columns, warps, own (streams a program), groups: of 3.
+    """
 
-    rows: int = 16
-    sum_columns: int = 64
-    columns: int = 64
-    splits: int = 1
-    groups: int = 1
-    gate_rows: int = 4
-    fold: bool = False
+    sum_rows: int = 16
+    sum_columns: int = 32
     sum_warps: int = 4
+    splits: int = 1
+    gate_rows: int = 4
     gate_warps: int = 1
-    warps: int = 4
+    fold: bool = False
+    rows: int = 16
+    columns: int = 64
+    warps: int = 8
+    own: int = 1
+    groups: int = 1
     stages: int = 1
     precision: str = "tf32x3"
 
 
-def rule(batch: int, columns: int, streams: int) -> Tiling:
-    """Few rows: as many programs as there are tiles of columns. Many: until the GPU is full."""
-    wide = streams <= 4
-    block = min(64 if wide else 16, max(triton.next_power_of_2(columns), 16))
-    tiles = triton.cdiv(columns, block)
-    if batch <= MOST_FOLDED:
-        gate_rows = triton.next_power_of_2(batch)
-        return Tiling(16, block, block, tiles, 1, gate_rows, True)
-    row_tiles = triton.cdiv(batch, 16)
-    splits = min(max(PROGRAMS // row_tiles, 1), tiles)
-    groups = min(max(PROGRAMS // tiles, 1), row_tiles)
-    return Tiling(16, block, block, splits, groups, 4)
+def rule(batch: int, columns: int, streams: int, itemsize: int) -> Tiling:
+    """Few rows: as many programs as there are tiles of columns. Many: until the GPU is full. Tiles
+    as large as registers allow.
+    """
+    few, wide = batch <= MOST_FOLDED and streams <= 4, streams > 4
+    own = (3 if streams == 6 else 1) if wide else streams
+    width = max(triton.next_power_of_2(columns), 16)
+    tile = min(16 if wide else 64, width)
+    if few:
+        block = min(64 if itemsize < 4 else 32, width)
+        splits, gate_rows = triton.cdiv(columns, block), triton.next_power_of_2(batch)
+        return Tiling(16, block, 4, splits, gate_rows, 1, True, 16, tile, 4, own)
+    sum_rows, block = 16 if wide else 32, min(16 if wide else 32, width)
+    row_tiles = triton.cdiv(batch, sum_rows)
+    splits = min(max(PROGRAMS // row_tiles, 1), triton.cdiv(columns, block))
+    gates = (4, 1) if splits == 1 else (1, 4)
+    programs = triton.cdiv(columns, tile) * (streams // own)
+    groups = min(max(PROGRAMS // programs, 1), triton.cdiv(batch, 16))
+    return Tiling(sum_rows, block, 8, splits, *gates, False, 16, tile, 8, own, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +142,11 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan:
     if batch > 2**31 - 2**10:
         raise ValueError(f"serves up to 2**31 - 2**10 rows, not {batch}")
     columns = width // streams
-    t = tiling or rule(max(batch, 1), columns, streams)
+    t = tiling or rule(max(batch, 1), columns, streams, x.dtype.itemsize)
     share = t.sum_columns * -(-columns // (t.sum_columns * t.splits))
     group_rows = t.rows * -(-batch // (t.rows * t.groups)) or t.rows
-    if t.fold and (batch > t.gate_rows or t.groups > 1):
-        raise ValueError(f"{batch} rows in {t.groups} groups are not folded by {t}")
+    if t.fold and (batch > t.gate_rows or t.groups > 1 or t.own != streams):
+        raise ValueError(f"{batch} rows of {streams} streams are not folded by {t}")
     return Plan(
         batch, columns, streams, t, -(-columns // t.columns), share, -(-columns // share),
         group_rows, max(-(-batch // group_rows), 1), call.params.sinkhorn_repeat,
@@ -149,23 +162,28 @@ class Sizes:
         post = tensors.grad_h_post.stride if p.return_h_post else (0, 0)
         mp = max(triton.next_power_of_2(plan.m), 16)
         sp = triton.next_power_of_2(plan.sums)
+        stride_k, stride_m = tensors.phi.stride
+        align = math.gcd(16, stride_k) or 1
         data = (
-            *tensors.grad_x_res.stride, *tensors.grad_x_layer.stride, *tensors.phi.stride,
+            *tensors.grad_x_res.stride, *tensors.grad_x_layer.stride, stride_k // align, stride_m,
             *tensors.x.stride,
         )  # fmt: skip
+        warps = t.warps if t.fold else t.gate_warps
+        chunk = max(ADDED_A_THREAD * 32 * warps // (t.gate_rows * sp), 1)
+        chunk = min(1 << chunk.bit_length() - 1, triton.next_power_of_2(plan.splits))
         gates = (
             tensors.b.stride[0], *post, float(p.alpha_pre), float(p.alpha_post),
             float(p.alpha_res), plan.repeat, float(p.sinkhorn_eps), float(n * plan.columns),
         )  # fmt: skip
         padded = plan.padded_streams
         self.sums = (
-            plan.batch, plan.columns, plan.sum_share, *data, n, mp, t.rows, t.sum_columns,
-            t.precision,
+            plan.batch, plan.columns, plan.sum_share, *data, align, n, mp, t.sum_rows,
+            t.sum_columns, t.precision,
         )  # fmt: skip
-        self.gates = (plan.batch, *gates, plan.splits, n, padded, sp, t.gate_rows, CHUNK)
+        self.gates = (plan.batch, *gates, plan.splits, n, padded, sp, t.gate_rows, chunk)
         self.gradients = (
-            plan.batch, plan.columns, plan.group_rows, *data, *gates, t.fold, plan.splits, n,
-            padded, sp, mp, t.gate_rows, CHUNK, t.rows, t.columns, t.precision,
+            plan.batch, plan.columns, plan.group_rows, *data, *gates, align, t.fold, plan.splits, n,
+            t.own, padded, sp, min(mp, MOST_M), t.gate_rows, chunk, t.rows, t.columns, t.precision,
         )  # fmt: skip
         self.phi = n * plan.columns * plan.m
 
@@ -192,7 +210,7 @@ def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., Any]:
 def planned(call: Any, plan: Plan) -> Callable[[Any, list[Any]], None]:
     """What launches the kernels on the tensors read and written."""
     t, sizes = plan.tiling, Sizes(call, plan)
-    tiles = -(-plan.batch // t.rows)
+    tiles = -(-plan.batch // t.sum_rows)
     has_post = call.params.return_h_post
     run_sums = launcher(
         mhc_pre_sums_kernel, (tiles, plan.splits, 1),
@@ -203,7 +221,7 @@ def planned(call: Any, plan: Plan) -> Callable[[Any, list[Any]], None]:
         sizes.gates,
     )  # fmt: skip
     run_gradients = launcher(
-        mhc_pre_gradients_kernel, (plan.column_tiles, plan.groups, 1),
+        mhc_pre_gradients_kernel, (plan.column_tiles, plan.groups, plan.streams // t.own),
         {"num_warps": t.warps, "num_stages": t.stages}, sizes.gradients,
     )  # fmt: skip
     space = [call.new((n,), torch.float32) for n in plan.workspace]

@@ -1,8 +1,9 @@
 """Of mhc_pre's backward: from a row's sums to the coefficients of its gradients.
 
-A row's sums, S floats: H = x @ phi (M), sum(x^2), D[j, i] = x_j . grad_x_res_i (N * N, i innermost),
-x_j . grad_x_layer (N). Its coefficients, K floats: res (N * N), pre (N), dH (M), dz (M), and the
-factor of x in grad_x. M = N * N + 2 * N; z: the logits, dz and dH the gradients of z and H.
+A row's sums, S floats: H = x @ phi (M), sum(x^2), D[j, i] = x_j . grad_x_res_i (N * N, i
+innermost), x_j . grad_x_layer (N). Its coefficients, K floats: res (N * N), pre (N), dH (M), dz
+(M), and the factor of x in grad_x. M = N * N + 2 * N; z: the logits, dz and dH the gradients of z
+and H.
 """
 
 import triton

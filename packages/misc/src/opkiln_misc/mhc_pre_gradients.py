@@ -19,27 +19,32 @@ def load_tile(ptr, rows, cols, mask, stride_b, stride_c):
 
 
 @triton.jit
-def load_streams(ptr, rows, cols, mask, C, stride_b, stride_c, N: tl.constexpr):
+def load_streams(
+    ptr, rows, cols, mask, C, stride_b, stride_c, first, COUNT: tl.constexpr
+):  # fmt: skip
+    """The same columns of streams first, first + 1, ..."""
     tiles = ()
-    for i in tl.static_range(N):
-        tiles = tiles + (load_tile(ptr, rows, i * C + cols, mask, stride_b, stride_c),)
+    for i in tl.static_range(COUNT):
+        at = (first + i) * C + cols
+        tiles = tiles + (load_tile(ptr, rows, at, mask, stride_b, stride_c),)
     return tiles
 
 
 @triton.jit
-def load_phi(ptr, k, mask_k, stride_k, stride_m, M: tl.constexpr, MP: tl.constexpr):
-    """Rows k of phi, [BLOCK_C, MP]."""
-    m = tl.arange(0, MP)
-    at = k.to(tl.int64)[:, None] * stride_k + m.to(tl.int64)[None, :] * stride_m
+def load_phi(
+    ptr, k, mask_k, m, units_k, stride_m, ALIGN: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """Rows k of phi, units_k * ALIGN apart, and columns m."""
+    at = k.to(tl.int64)[:, None] * (units_k * ALIGN) + m.to(tl.int64)[None, :] * stride_m
     return tl.load(ptr + at, mask=mask_k[:, None] & (m < M)[None, :], other=0.0)
 
 
 @triton.jit
 def mhc_pre_sums_kernel(
     g_res_ptr, g_layer_ptr, phi_ptr, x_ptr, parts_ptr, B, C, share,
-    stride_rb, stride_rc, stride_lb, stride_lc, stride_pk, stride_pm, stride_xb, stride_xk,
-    N: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    stride_rb, stride_rc, stride_lb, stride_lc, units_pk, stride_pm, stride_xb, stride_xk,
+    ALIGN: tl.constexpr, N: tl.constexpr, MP: tl.constexpr, R: tl.constexpr,
+    BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """parts[split, b] = the sums of row b (see mhc_pre_gates) over `share` columns of each stream.
 
@@ -51,6 +56,7 @@ def mhc_pre_sums_kernel(
     mask_b = rows < B
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, C)
+    m = tl.arange(0, MP)
     h = tl.full([R, MP], 0.0, tl.float32)
     square = tl.full([R, BLOCK_C], 0.0, tl.float32)
     sums = ()  # D, then those with grad_x_layer
@@ -60,12 +66,12 @@ def mhc_pre_sums_kernel(
         cols = start + tl.arange(0, BLOCK_C)
         mask_c = cols < end
         mask = mask_b[:, None] & mask_c[None, :]
-        xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, N)
-        gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, N)
+        xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, 0, N)
+        gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, 0, N)
         g_layer = load_tile(g_layer_ptr, rows, cols, mask, stride_lb, stride_lc)
         added = ()
         for j in tl.static_range(N):
-            phi = load_phi(phi_ptr, j * C + cols, mask_c, stride_pk, stride_pm, M, MP)
+            phi = load_phi(phi_ptr, j * C + cols, mask_c, m, units_pk, stride_pm, ALIGN, M)
             h = tl.dot(xs[j], phi, h, input_precision=PRECISION)
             square += xs[j] * xs[j]
             for i in tl.static_range(N):
@@ -74,7 +80,6 @@ def mhc_pre_sums_kernel(
             added = added + (sums[N * N + j] + tl.sum(xs[j] * g_layer, axis=1),)
         sums = added
     parts_ptr += tl.program_id(1).to(tl.int64) * B * S
-    m = tl.arange(0, MP)
     at = rows[:, None] * S + m[None, :]
     tl.store(parts_ptr + at, h, mask=mask_b[:, None] & (m < M)[None, :])
     tl.store(parts_ptr + rows * S + M, tl.sum(square, axis=1), mask=mask_b)
@@ -83,17 +88,41 @@ def mhc_pre_sums_kernel(
 
 
 @triton.jit
-def gradient_of_x(
-    x, g_layer, gs, product, coef_ptr, rows, mask_b, N: tl.constexpr, J: tl.constexpr,
-    K: tl.constexpr,
+def load_dh(coef_ptr, rows, mask_b, m, K: tl.constexpr, M: tl.constexpr, MC: tl.constexpr):
+    """dH of the rows in chunks of MC columns: the whole of it would fill the registers."""
+    chunks = ()
+    for start in tl.static_range(0, M, MC):
+        at = coef_ptr + rows[:, None] * K + (K - 1 - 2 * M) + start + m[None, :]
+        mask = mask_b[:, None] & (start + m < M)[None, :]
+        chunks = chunks + (tl.load(at, mask=mask, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def times_phi(
+    chunks, phi_ptr, k, mask_k, m, units_k, stride_m,
+    ALIGN: tl.constexpr, M: tl.constexpr, MC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of stream J: product = dH @ phi^T."""
+    """dH @ phi[k]^T."""
+    phi = load_phi(phi_ptr, k, mask_k, m, units_k, stride_m, ALIGN, M)
+    product = tl.dot(chunks[0], tl.trans(phi), input_precision=PRECISION)
+    for c in tl.static_range(1, len(chunks)):
+        phi = load_phi(phi_ptr, k, mask_k, c * MC + m, units_k, stride_m, ALIGN, M)
+        product = tl.dot(chunks[c], tl.trans(phi), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def gradient_of_x(
+    x, g_layer, gs, product, coef_ptr, rows, mask_b, j, N: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Of stream j: product = dH @ phi^T."""
     at = coef_ptr + rows * K
     factor = tl.load(at + K - 1, mask=mask_b, other=0.0)
-    pre = tl.load(at + N * N + J, mask=mask_b, other=0.0)
+    pre = tl.load(at + N * N + j, mask=mask_b, other=0.0)
     out = product + factor[:, None] * x + pre[:, None] * g_layer
     for i in tl.static_range(N):
-        res = tl.load(at + i * N + J, mask=mask_b, other=0.0)
+        res = tl.load(at + i * N + j, mask=mask_b, other=0.0)
         out += res[:, None] * gs[i]
     return out
 
@@ -102,13 +131,14 @@ def gradient_of_x(
 def mhc_pre_gradients_kernel(
     g_res_ptr, g_layer_ptr, g_post_ptr, phi_ptr, x_ptr, b_ptr, d_x_ptr, d_phi_ptr, d_b_ptr,
     parts_ptr, sums_ptr, coef_ptr, rounds_ptr, B, C, group_rows,
-    stride_rb, stride_rc, stride_lb, stride_lc, stride_pk, stride_pm, stride_xb, stride_xk,
+    stride_rb, stride_rc, stride_lb, stride_lc, units_pk, stride_pm, stride_xb, stride_xk,
     stride_b, stride_gb, stride_gn, alpha_pre, alpha_post, alpha_res, repeat, eps, width,
-    FOLD: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
-    SP: tl.constexpr, MP: tl.constexpr, GATE_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
+    OWN: tl.constexpr, NP: tl.constexpr, SP: tl.constexpr, MC: tl.constexpr,
+    GATE_ROWS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(C, BLOCK_C), groups): BLOCK_C columns of each stream, `group_rows` rows.
+    """Grid (cdiv(C, BLOCK_C), groups, N / OWN): BLOCK_C columns of OWN streams, `group_rows` rows.
 
     d_x [B, N * C]; d_phi [groups, N * C, M] and d_b [groups, M]: the group's sums; None where not
     wanted. FOLD: the program computes the coefficients of all rows itself, in its own part of the
@@ -116,7 +146,7 @@ def mhc_pre_gradients_kernel(
     """
     M: tl.constexpr = N * N + 2 * N
     K: tl.constexpr = N * N + N + 2 * M + 1
-    DH: tl.constexpr = N * N + N
+    CHUNKS: tl.constexpr = (M + MC - 1) // MC
     if FOLD:
         program = tl.program_id(0)
         program_coefficients(
@@ -126,47 +156,60 @@ def mhc_pre_gradients_kernel(
         )  # fmt: skip
         coef_ptr += program.to(tl.int64) * GATE_ROWS * K
     group = tl.program_id(1)
+    first = tl.program_id(2) * OWN
+    adds_b = (tl.program_id(0) == 0) & (first == 0)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = cols < C
-    m = tl.arange(0, MP)
+    m = tl.arange(0, MC)
     d_phi = ()
-    for _ in tl.static_range(N):
-        d_phi = d_phi + (tl.full([BLOCK_C, MP], 0.0, tl.float32),)
-    d_b = tl.full([R, MP], 0.0, tl.float32)
+    d_b = ()
+    for _ in tl.static_range(OWN * CHUNKS):
+        d_phi = d_phi + (tl.full([BLOCK_C, MC], 0.0, tl.float32),)
+    for _ in tl.static_range(CHUNKS):
+        d_b = d_b + (tl.full([MC], 0.0, tl.float32),)
     end = tl.minimum((group + 1) * group_rows, B)
     for start in tl.range(group * group_rows, end, R):
         rows = (start + tl.arange(0, R)).to(tl.int64)
         mask_b = rows < end
         mask = mask_b[:, None] & mask_c[None, :]
-        xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, N)
-        at = rows[:, None] * K + DH + m[None, :]
-        mask_m = mask_b[:, None] & (m < M)[None, :]
-        dh = tl.load(coef_ptr + at, mask=mask_m, other=0.0)
+        xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, first, OWN)
+        dh = load_dh(coef_ptr, rows, mask_b, m, K, M, MC)
         if d_b_ptr is not None:
-            own = mask_m & (tl.program_id(0) == 0)
-            d_b += tl.load(coef_ptr + at + M, mask=own, other=0.0)
+            dz = load_dh(coef_ptr + M, rows, mask_b & adds_b, m, K, M, MC)
+            added = ()
+            for c in tl.static_range(CHUNKS):
+                added = added + (d_b[c] + tl.sum(dz[c], axis=0),)
+            d_b = added
         if d_x_ptr is not None:
-            gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, N)
+            gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, 0, N)
             g_layer = load_tile(g_layer_ptr, rows, cols, mask, stride_lb, stride_lc)
-            for j in tl.static_range(N):
-                phi = load_phi(phi_ptr, j * C + cols, mask_c, stride_pk, stride_pm, M, MP)
-                product = tl.dot(dh, tl.trans(phi), input_precision=PRECISION)
-                d_x = gradient_of_x(xs[j], g_layer, gs, product, coef_ptr, rows, mask_b, N, j, K)
-                to = d_x_ptr + rows[:, None] * N * C + (j * C + cols)[None, :]
+            for i in tl.static_range(OWN):
+                k = (first + i) * C + cols
+                product = times_phi(
+                    dh, phi_ptr, k, mask_c, m, units_pk, stride_pm, ALIGN, M, MC, PRECISION
+                )
+                d_x = gradient_of_x(
+                    xs[i], g_layer, gs, product, coef_ptr, rows, mask_b, first + i, N, K
+                )
+                to = d_x_ptr + rows[:, None] * N * C + k[None, :]
                 tl.store(to, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
         if d_phi_ptr is not None:
             added = ()
-            for j in tl.static_range(N):
-                added = added + (tl.dot(tl.trans(xs[j]), dh, d_phi[j], input_precision=PRECISION),)
+            for i in tl.static_range(OWN):
+                for c in tl.static_range(CHUNKS):
+                    total = d_phi[i * CHUNKS + c]
+                    total = tl.dot(tl.trans(xs[i]), dh[c], total, input_precision=PRECISION)
+                    added = added + (total,)
             d_phi = added
-    if d_phi_ptr is not None:
-        for j in tl.static_range(N):
-            k = (group.to(tl.int64) * N + j) * C + cols
-            to = d_phi_ptr + k[:, None] * M + m[None, :]
-            tl.store(to, d_phi[j], mask=mask_c[:, None] & (m < M)[None, :])
-    if d_b_ptr is not None:
-        own = (m < M) & (tl.program_id(0) == 0)
-        tl.store(d_b_ptr + group * M + m, tl.sum(d_b, axis=0), mask=own)
+    for c in tl.static_range(CHUNKS):
+        mask_m = c * MC + m < M
+        if d_phi_ptr is not None:
+            for i in tl.static_range(OWN):
+                k = (group.to(tl.int64) * N + first + i) * C + cols
+                to = d_phi_ptr + k[:, None] * M + c * MC + m[None, :]
+                tl.store(to, d_phi[i * CHUNKS + c], mask=mask_c[:, None] & mask_m[None, :])
+        if d_b_ptr is not None:
+            tl.store(d_b_ptr + group * M + c * MC + m, d_b[c], mask=mask_m & adds_b)
 
 
 @triton.jit
@@ -190,6 +233,5 @@ def mhc_pre_groups_kernel(
         if block < blocks:
             add_groups(part_phi_ptr, d_phi_ptr, block, phi_count, groups, BLOCK)
         block -= blocks
-    if d_b_ptr is not None:
-        if block == 0:
-            add_groups(part_b_ptr, d_b_ptr, block, b_count, groups, BLOCK)
+    if d_b_ptr is not None and block == 0:
+        add_groups(part_b_ptr, d_b_ptr, block, b_count, groups, BLOCK)
