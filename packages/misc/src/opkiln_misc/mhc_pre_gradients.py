@@ -88,28 +88,10 @@ def mhc_pre_sums_kernel(
 
 
 @triton.jit
-def load_dh(coef_ptr, rows, mask_b, m, K: tl.constexpr, M: tl.constexpr, MC: tl.constexpr):
-    """dH of the rows in chunks of MC columns: the whole of it would fill the registers."""
-    chunks = ()
-    for start in tl.static_range(0, M, MC):
-        at = coef_ptr + rows[:, None] * K + (K - 1 - 2 * M) + start + m[None, :]
-        mask = mask_b[:, None] & (start + m < M)[None, :]
-        chunks = chunks + (tl.load(at, mask=mask, other=0.0),)
-    return chunks
-
-
-@triton.jit
-def times_phi(
-    chunks, phi_ptr, k, mask_k, m, units_k, stride_m,
-    ALIGN: tl.constexpr, M: tl.constexpr, MC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dH @ phi[k]^T."""
-    phi = load_phi(phi_ptr, k, mask_k, m, units_k, stride_m, ALIGN, M)
-    product = tl.dot(chunks[0], tl.trans(phi), input_precision=PRECISION)
-    for c in tl.static_range(1, len(chunks)):
-        phi = load_phi(phi_ptr, k, mask_k, c * MC + m, units_k, stride_m, ALIGN, M)
-        product = tl.dot(chunks[c], tl.trans(phi), product, input_precision=PRECISION)
-    return product
+def load_dh(coef_ptr, rows, mask_b, m, K: tl.constexpr, M: tl.constexpr):
+    """Columns m of dH of the rows; of dz, M floats further on."""
+    at = coef_ptr + rows[:, None] * K + (K - 1 - 2 * M) + m[None, :]
+    return tl.load(at, mask=mask_b[:, None] & (m < M)[None, :], other=0.0)
 
 
 @triton.jit
@@ -168,26 +150,31 @@ def mhc_pre_gradients_kernel(
     for _ in tl.static_range(CHUNKS):
         d_b = d_b + (tl.full([MC], 0.0, tl.float32),)
     end = tl.minimum((group + 1) * group_rows, B)
-    for start in tl.range(group * group_rows, end, R):
+    # Wide phi held in registers from one tile of rows to the next would spill.
+    for start in tl.range(group * group_rows, end, R, disable_licm=CHUNKS > 1):
         rows = (start + tl.arange(0, R)).to(tl.int64)
         mask_b = rows < end
         mask = mask_b[:, None] & mask_c[None, :]
         xs = load_streams(x_ptr, rows, cols, mask, C, stride_xb, stride_xk, first, OWN)
-        dh = load_dh(coef_ptr, rows, mask_b, m, K, M, MC)
+        dh = load_dh(coef_ptr, rows, mask_b, m, K, M)  # its first chunk; later ones when needed
         if d_b_ptr is not None:
-            dz = load_dh(coef_ptr + M, rows, mask_b & adds_b, m, K, M, MC)
             added = ()
             for c in tl.static_range(CHUNKS):
-                added = added + (d_b[c] + tl.sum(dz[c], axis=0),)
+                dz = load_dh(coef_ptr + M, rows, mask_b & adds_b, c * MC + m, K, M)
+                added = added + (d_b[c] + tl.sum(dz, axis=0),)
             d_b = added
         if d_x_ptr is not None:
             gs = load_streams(g_res_ptr, rows, cols, mask, C, stride_rb, stride_rc, 0, N)
             g_layer = load_tile(g_layer_ptr, rows, cols, mask, stride_lb, stride_lc)
             for i in tl.static_range(OWN):
                 k = (first + i) * C + cols
-                product = times_phi(
-                    dh, phi_ptr, k, mask_c, m, units_pk, stride_pm, ALIGN, M, MC, PRECISION
-                )
+                phi = load_phi(phi_ptr, k, mask_c, m, units_pk, stride_pm, ALIGN, M)
+                product = tl.dot(dh, tl.trans(phi), input_precision=PRECISION)
+                for c in tl.static_range(1, CHUNKS):
+                    mc = c * MC + m
+                    phi = load_phi(phi_ptr, k, mask_c, mc, units_pk, stride_pm, ALIGN, M)
+                    more = load_dh(coef_ptr, rows, mask_b, mc, K, M)
+                    product = tl.dot(more, tl.trans(phi), product, input_precision=PRECISION)
                 d_x = gradient_of_x(
                     xs[i], g_layer, gs, product, coef_ptr, rows, mask_b, first + i, N, K
                 )
@@ -195,10 +182,13 @@ def mhc_pre_gradients_kernel(
                 tl.store(to, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
         if d_phi_ptr is not None:
             added = ()
-            for i in tl.static_range(OWN):
-                for c in tl.static_range(CHUNKS):
-                    total = d_phi[i * CHUNKS + c]
-                    total = tl.dot(tl.trans(xs[i]), dh[c], total, input_precision=PRECISION)
+            for c in tl.static_range(CHUNKS):
+                part = dh
+                if c > 0:
+                    part = load_dh(coef_ptr, rows, mask_b, c * MC + m, K, M)
+                for i in tl.static_range(OWN):
+                    total = d_phi[c * OWN + i]
+                    total = tl.dot(tl.trans(xs[i]), part, total, input_precision=PRECISION)
                     added = added + (total,)
             d_phi = added
     for c in tl.static_range(CHUNKS):
@@ -207,7 +197,7 @@ def mhc_pre_gradients_kernel(
             for i in tl.static_range(OWN):
                 k = (group.to(tl.int64) * N + first + i) * C + cols
                 to = d_phi_ptr + k[:, None] * M + c * MC + m[None, :]
-                tl.store(to, d_phi[i * CHUNKS + c], mask=mask_c[:, None] & mask_m[None, :])
+                tl.store(to, d_phi[c * OWN + i], mask=mask_c[:, None] & mask_m[None, :])
         if d_b_ptr is not None:
             tl.store(d_b_ptr + group * M + c * MC + m, d_b[c], mask=mask_m & adds_b)
 
