@@ -8,6 +8,7 @@ from typing import Any
 
 from opkiln_bench.limits import Ceiling, Limits, ceiling, limits_of
 from opkiln_bench.records import Run
+from opkiln_bench.regret import Regret, regret_of
 from opkiln_bench.verdict import Ratio, compare_ours, median_us, spread
 
 OURS = "opkiln"
@@ -35,6 +36,7 @@ class Result:
     unusable: tuple[tuple[str, str], ...] = field(default=())
     ratio: Ratio | None = None
     ceiling: Ceiling | None = None
+    regret: Regret | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -92,6 +94,7 @@ def judge(record: dict[str, Any], run: str, limits: Limits | None) -> Result:
         unusable,
         ratio,
         limit,
+        regret_of(record),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from opkiln_bench.analysis import Result
 from opkiln_bench.limits import Limits, peak_key
-from opkiln_bench.pages import FAMILIES, family_of, label, sizes
+from opkiln_bench.pages import FAMILIES, family_of, label, regrets, sizes
 from opkiln_bench.peers import unmeasured_figures
 from opkiln_bench.records import row_key
 
@@ -55,6 +55,8 @@ def row_data(result: Result) -> dict[str, Any]:
         "host_us": ours.get("host_us"),
         "kernels": ours.get("kernels"),
         "throttled": result.throttled,
+        "auto": result.regret.picked if result.regret else None,
+        "regret": rounded(result.regret.value) if result.regret else None,
         "peak": peak_key(record["peak"], record["dtype"]),
         "flops": cost["flops"],
         "bytes": cost["bytes_read"] + cost["bytes_written"],
@@ -73,7 +75,8 @@ def about(results: Sequence[Result]) -> str:
             ("date", lambda r: r["date"][:10]),
         )
     }
-    return " · ".join(", ".join(values) for values in parts.values())
+    told = [", ".join(values) for values in parts.values()]
+    return " · ".join(filter(None, [*told, regrets(results)]))
 
 
 def asset(name: str) -> str:

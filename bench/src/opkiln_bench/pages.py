@@ -20,6 +20,7 @@ from opkiln_bench.compare import Agreement
 from opkiln_bench.environment import ClockSampler
 from opkiln_bench.peers import unmeasured_figures
 from opkiln_bench.records import Run, row_key
+from opkiln_bench.regret import PAGES_TARGET, summary, tenths
 from opkiln_bench.tuning import MEASURE_MS
 
 FAMILIES = {
@@ -55,6 +56,21 @@ def percent(value: float | None) -> str:
 
 def significant(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
+
+
+def regret(result: Result) -> str:
+    """`0.0 %`, or `3.1 % torch` where auto picks the slower; a dash without two contestants."""
+    if result.regret is None:
+        return "–"
+    picked = f" {result.regret.picked}" if result.regret.value > 0 else ""
+    return tenths(result.regret.value) + picked
+
+
+def regrets(rows: Sequence[Result], target: float = PAGES_TARGET) -> str:
+    """The sentence about the regret of rows; empty where none has one."""
+    named = [(" ".join(row_key(row.record)), row.regret) for row in rows]
+    told = summary(named, target)
+    return told and f"{told}."
 
 
 def alternatives(result: Result) -> tuple[str, str]:
@@ -236,7 +252,7 @@ def write_pages(
         autoescape=False,  # Markdown, from our own records
     )
     helpers = (
-        *(ratio, milliseconds, percent, significant),
+        *(ratio, milliseconds, percent, significant, regret, regrets),
         *(alternatives, unmeasured_here, sizes, dims, clocks),
     )
     env.globals |= {f.__name__: f for f in helpers}
@@ -253,9 +269,15 @@ def write_pages(
     }
     for family, ops in by_family(rows).items():
         heading = FAMILIES.get(family, family)
-        pages[f"{family}.md"] = {"heading": heading, "ops": ops, "template": "family.md"}
+        on_page = [row for found in ops.values() for row in found]
+        pages[f"{family}.md"] = {
+            "heading": heading,
+            "ops": ops,
+            "rows": on_page,
+            "template": "family.md",
+        }
     if on_all:
-        pages["all.md"] = {"families": by_family(on_all), "headings": FAMILIES}
+        pages["all.md"] = {"families": by_family(on_all), "headings": FAMILIES, "rows": on_all}
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, values in pages.items():

@@ -35,6 +35,8 @@ COLUMNS = (
     "first_call_ms",
     "peak_mbytes",
     "throttled",
+    "auto",
+    "regret",
 )
 
 
@@ -75,6 +77,8 @@ def csv_line(result: Result) -> dict[str, str]:
         "first_call_ms": number(ours.get("first_call_ms"), 4),
         "peak_mbytes": number(peak / 1e6 if peak is not None else None, 5),
         "throttled": "yes" if result.throttled else "",
+        "auto": result.regret.picked if result.regret else "",
+        "regret": number(result.regret.value, 4) if result.regret else "",
     }
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from opkiln.measured import arch_of
 from opkiln.registry import REGISTRY
 
 from opkiln_bench import check
@@ -220,6 +221,7 @@ class Sweep:
             "bucket": bucket_entry(subject),
             "timer": {"name": self.timer.name, "title": self.timer.title},
             "gpu": device_name(self.device),
+            "arch": arch_of(self.device),
             "date": now(),
             "commit": self.commit,
             "backends": backends,

@@ -116,30 +116,42 @@ def parse(document: Mapping[str, Any], where: str) -> list[Entry]:
         raise ValueError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
 
+Table = dict[tuple[str, str], list[Entry]]
+Source = tuple[str, Callable[[], list[Entry]]]
+
+
 @cache
-def tables(arch: str) -> dict[tuple[str, str], list[Entry]]:
-    """(op, kind) -> entries, of the installed plugins' files for this architecture; read once.
+def tables(arch: str) -> Table:
+    """(op, kind) -> entries for this architecture, the user's own before the shipped; read once."""
+    own = user_table(arch)
+    return joined([(str(own), partial(read_own, own)), *shipped_files(arch)])
 
-    A file that cannot be read is told and passed over: priority decides without it.
-    """
-    found: dict[tuple[str, str], list[Entry]] = {}
 
-    def take(what: str, entries: Callable[[], list[Entry]]) -> None:
+def shipped(arch: str) -> Table:
+    """The same of the installed plugins' files alone."""
+    return joined(shipped_files(arch))
+
+
+def shipped_files(arch: str) -> list[Source]:
+    packages = [
+        point.module.partition(".")[0]
+        for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda p: (p.value, p.name))
+        if point.dist is not None and REGISTRY.allows(point.dist.name)
+    ]
+    return [(package, partial(read, package, arch)) for package in packages]
+
+
+def joined(sources: Sequence[Source]) -> Table:
+    """A file that cannot be read is told and passed over: priority decides without it."""
+    found: Table = {}
+    for what, entries in sources:
         try:
             taken = entries()
         except Exception as error:  # a faulty file must not hide the backends that work
             warnings.warn(f"opkiln: measured times of {what}: {error}", stacklevel=3)
-            return
+            continue
         for entry in taken:
             found.setdefault((entry.bucket.op, entry.bucket.kind), []).append(entry)
-
-    own = user_table(arch)
-    take(str(own), partial(read_own, own))
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda p: (p.value, p.name)):
-        if point.dist is None or not REGISTRY.allows(point.dist.name):
-            continue
-        package = point.module.partition(".")[0]
-        take(package, partial(read, package, arch))
     return found
 
 
@@ -207,17 +219,26 @@ def predict(call: Call, backend: str) -> Prediction | None:
 
 
 def choose(candidates: Sequence[Implementation], call: Call) -> list[tuple[Implementation, str]]:
+    """The candidates, best first, each with why it stands there: `by_time`.
+
+    candidates: those that take the call, by priority. Under `batch_invariant` priority alone
+    decides, since the fastest changes with the number of rows.
+    """
+    invariant = len(candidates) < 2 or call.policy.batch_invariant
+    return by_time(candidates, None if invariant else entry_of(call))
+
+
+def by_time(
+    candidates: Sequence[Implementation], entry: Entry | None
+) -> list[tuple[Implementation, str]]:
     """The candidates, best first, each with why it stands there.
 
-    candidates: those that take the call, by priority. The fastest measured one goes first if the
-    one with the largest priority was measured too and is slower by more than noise: nothing is
-    known of a candidate without a time. Under `batch_invariant` priority alone decides, since the
-    fastest changes with the number of rows.
+    The fastest measured one goes first if the one with the largest priority was measured too and is
+    slower by more than noise: nothing is known of a candidate without a time.
     """
     ordered = [(impl, f"priority {impl.priority}") for impl in candidates]
-    if len(ordered) < 2 or call.policy.batch_invariant:
+    if len(ordered) < 2:
         return ordered
-    entry = entry_of(call)
     first = ordered[0][0]
     if entry is None or first.backend not in entry.us:
         return ordered

@@ -26,6 +26,7 @@ const COLUMNS = [
   ["sol", "SOL", (r) => r.sol, (r) => percent(r.sol), 1, 1],
   ["floor", "Floor", (r) => r.share_of_floor, (r) => percent(r.share_of_floor), 1, 1],
   ["bound", "Bound", (r) => r.bound, (r) => r.bound || "–", 0, 1],
+  ["regret", "Regret", (r) => r.regret, (r) => (r.regret == null ? "–" : (100 * r.regret).toFixed(1) + " %"), 1, 1],
 ];
 
 function element(tag, attributes, ...children) {
@@ -75,6 +76,7 @@ function details(row) {
   if (row.ratio) facts.push(`ratio ${row.ratio.toFixed(3)} [${row.lo.toFixed(3)}, ${row.hi.toFixed(3)}]`);
   if (row.ours_us)
     facts.push(`spread ${(100 * row.spread).toFixed(1)} %, ${row.kernels ?? "–"} kernels, host ${time(row.host_us)} µs`);
+  if (row.auto) facts.push(`auto picks ${row.auto}`);
   facts.push(`run ${row.run}, ${row.date}, commit ${row.commit}`);
   return element("tr", { class: "more" }, element("td", { colspan: COLUMNS.length }, facts.filter(Boolean).join(" · "), table));
 }
