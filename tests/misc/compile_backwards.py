@@ -49,13 +49,11 @@ def pre(batch: int, streams: int, columns: int, dtype: torch.dtype = BF16, repea
 
 
 CASES = {
-    "pre-large": pre(4, 4, 2560),
     "pre-few-f32": pre(8, 4, 2560, F32),
     "pre-rows": pre(8192, 4, 2560, repeat=20),
     "pre-rows-f32": pre(8192, 4, 2560, F32),
     "pre-8-streams-f32": pre(256, 8, 1024, F32),
     "post-large": post(4, 4, 2560),
-    "post-small": post(1, 4, 1280),
     "post-rows": post(8192, 4, 2560),
     "post-rows-f32": post(8192, 4, 2560, F32),
     "post-8-streams": post(8192, 8, 2048),

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+# Rows of an odd number of floats; tiles of 16 columns, an element a thread.
+SINGLE = ("mhc_pre_coefficients_kernel", "pre-8-streams-f32 mhc_pre_sums_kernel")
+SINGLE += ("pre-8-streams-f32 mhc_pre_gradients_kernel",)
+
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
@@ -27,7 +31,7 @@ def faults(name: str, report: dict[str, Any]) -> list[str]:
     found = [f"{key} {report[key]}" for key in ("spill_bytes", "stack_bytes") if report[key]]
     found += [code for code in counts if code.split(".")[0] in ("LDL", "STL")]
     wide = any(code.startswith(("LDG", "LDGSTS")) and ".128" in code for code in counts)
-    if not wide and not name.startswith("odd"):
+    if not wide and not name.endswith(SINGLE):
         found.append(f"no 16-byte load: {[c for c in counts if c.startswith('LDG')]}")
     return found
 
