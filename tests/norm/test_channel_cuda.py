@@ -65,6 +65,13 @@ def train(x: torch.Tensor, **how: Any) -> Call:
     return call_of("batch_norm", x, *running(x.shape[1]), *affine(x.shape[1]), **how)
 
 
+def given(x: torch.Tensor) -> Call:
+    """instance_norm with given statistics."""
+    channels = x.shape[1]
+    tensors = [x, *running(channels), *affine(channels)]
+    return Call.of(CATALOGUE["instance_norm"], tensors, OWN | {"use_input_stats": False})
+
+
 def gradients(x: torch.Tensor) -> Call:
     return call_of("batch_norm_backward", x, x, *(random(x.shape[1]) for _ in range(3)))
 
@@ -88,6 +95,18 @@ CALLS = {  # id: (call, tiling, grid, block)
         Team(16, 1, 4, 2),
         5,
         128,
+    ),
+    "team-grouped": (
+        lambda: call_of("instance_norm", random(3, 5, 256), None, None, *affine(5)),
+        Team(16, 1, 2, 2, grouped=True, through_l1=True),
+        10,
+        64,
+    ),
+    "team-given": (
+        lambda: given(random(3, 5, 256)),
+        Team(16, 2, 4, 1, grouped=True, through_l1=True),
+        5,
+        256,
     ),
     "team-one": (
         lambda: call_of("instance_norm", random(2, 5, 32, 32, dtype=F16), *[None] * 4),
@@ -242,9 +261,15 @@ def test_results(case, dtype, monkeypatch):
         tiling = dataclasses.replace(tiling, vector_bytes=16, vectors=2 * tiling.vectors)
     x = random(n, c, *spatial, dtype=dtype)
     statistics = running(c) if getattr(t, "running_mean", None) else [None, None]
+    weights = affine(c) if getattr(t, "weight", None) else [None, None]
+    own = make().params if op == "instance_norm" else None
     call = {
         "batch_norm": lambda: train(x),
-        "instance_norm": lambda: call_of(op, x, *statistics, None, None),
+        "instance_norm": lambda: Call.of(
+            CATALOGUE[op],
+            [x, *statistics, *weights],
+            OWN | {"use_input_stats": own.use_input_stats},
+        ),
         "batch_norm_backward": lambda: gradients(x),
         "group_norm": lambda: call_of(op, x, None, None),
     }[op]()
@@ -254,7 +279,7 @@ def test_results(case, dtype, monkeypatch):
         if op == "batch_norm":
             batch_norm(x)
         elif op == "instance_norm":
-            instance_norm(x, *statistics, None, None)
+            instance_norm(x, *statistics, *weights, use_input_stats=own.use_input_stats)
         elif op == "group_norm":
             group_norm(x, 3, None, None)
         else:  # the rounding of a sum's terms is not small beside a sum near 0

@@ -9,6 +9,7 @@ from opkiln.device import cuda
 Launch = Callable[..., Any]
 MAX_SHARED_BYTES = 227 << 10  # of an SM, for all its CTAs; each takes 1 KiB more than it asks for
 WARP = 32
+PLAIN = {"STREAM": 0, "THROUGH_L1": 0}
 NAMED_BARRIERS = 16  # of a CTA; the first is __syncthreads'
 
 
@@ -35,6 +36,8 @@ class Team:
     vectors: int
     cluster: int = 1
     stream: bool = False
+    grouped: bool = False
+    through_l1: bool = False
 
     @property
     def threads(self) -> int:
@@ -49,6 +52,7 @@ class Team:
             and s.cols // values * planes <= most
             and not (s.mode == "averaged" and s.samples > self.teams)
             and not (s.mode and self.cluster > 1)
+            and not (self.grouped and (s.pooled or self.cluster > 1))
             and (self.team_warps == 1 or self.teams < NAMED_BARRIERS)
             and self.threads <= 1024
         )
@@ -63,6 +67,8 @@ class Team:
             "CLUSTER": self.cluster,
             "STREAM": int(self.stream),
             "POOLED": int(s.pooled),
+            "GROUPED": int(self.grouped or s.mode == "averaged"),
+            "THROUGH_L1": int(self.through_l1),
             "GIVEN": int(s.mode == "given"),
             "AVERAGED": int(s.mode == "averaged"),
         }
@@ -71,7 +77,10 @@ class Team:
         return s.channels if s.pooled else s.channels * s.samples
 
     def launch(self, kernel: cuda.Kernel, s: Sizes) -> Launch:
-        ctas = s.channels if s.mode == "averaged" else -(-self.sets(s) // self.teams)
+        grouped = self.grouped or s.mode == "averaged"
+        ctas = -(-self.sets(s) // self.teams)
+        if grouped:
+            ctas = s.channels * -(-s.samples // self.teams)
         grid, block = (ctas * self.cluster, 1, 1), (self.threads, 1, 1)
         return kernel.configure(grid, block, cluster=self.cluster)
 
@@ -93,7 +102,7 @@ class Columns:
         return whole and s.pooled and s.samples <= self.warps * self.rows * WARP // self.lanes
 
     def macros(self, s: Sizes) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROWS": self.rows, "LANES": self.lanes, "STREAM": 0}
+        return {"WARPS": self.warps, "ROWS": self.rows, "LANES": self.lanes, **PLAIN}
 
     def launch(self, kernel: cuda.Kernel, s: Sizes) -> Launch:
         channels = self.lanes * 4 // s.itemsize
@@ -139,6 +148,7 @@ class Ring:
             "GROUPS": self.groups,
             "STREAM": int(self.stream),
             "BACKWARD": s.tensors - 1,
+            "THROUGH_L1": 0,
         }
 
     def launch(self, kernel: cuda.Kernel, s: Sizes) -> Launch | None:

@@ -2,7 +2,7 @@
 //
 // Macros. TYPE, WEIGHT_TYPE, RUNNING_TYPE: 0 f16, 1 bf16, 2 f32, of x and y (and grad_out), of
 // weight and bias, of the running statistics. HAS_WEIGHT, HAS_BIAS, HAS_RUNNING. STREAM: results
-// are stored as data not read again.
+// are stored as data not read again. THROUGH_L1: a channel's parameters are loaded through L1.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -101,16 +101,24 @@ __device__ Words<WORDS> load_in_order(const char* p) {
     return w;
 }
 
-// One value, as f32.
+// One value, as f32. THROUGH_L1: the CTAs of an SM that ask for one line ask L2 for it once.
 template <int KIND>
 __device__ float load_one(const void* p, u32 i) {
     if constexpr (KIND == F32) {
+        const float* at = (const float*)p + i;
         float found;
-        asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(found) : "l"((const float*)p + i));
+        if constexpr (THROUGH_L1)
+            asm volatile("ld.relaxed.cta.global.f32 %0, [%1];" : "=f"(found) : "l"(at));
+        else
+            asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(found) : "l"(at));
         return found;
     } else {
+        const u16* at = (const u16*)p + i;
         u16 half;
-        asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(half) : "l"((const u16*)p + i));
+        if constexpr (THROUGH_L1)
+            asm volatile("ld.relaxed.cta.global.u16 %0, [%1];" : "=h"(half) : "l"(at));
+        else
+            asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(half) : "l"(at));
         return KIND == 1 ? __uint_as_float((u32)half << 16) : widen(half);
     }
 }
@@ -198,7 +206,7 @@ __device__ float lane_sum(float v) {
 template <int KIND, int N>
 __device__ void load_many(const void* p, u32 i, float (&found)[N]) {
     constexpr int BYTES = KIND == F32 ? 4 : 2;
-    if constexpr (N * BYTES < 4) {
+    if constexpr (N == 1) {
         found[0] = load_one<KIND>(p, i);
     } else {
         const auto words = load_in_order<N * BYTES / 4>((const char*)p + (i64)i * BYTES);

@@ -7,7 +7,7 @@
 // multiple. TEAM_WARPS, CLUSTER: warps of a CTA, and CTAs, that share a set. TEAMS: sets a CTA.
 // VECTORS: a thread's, at most. POOLED. GIVEN: the running statistics serve, a set is a plane.
 // AVERAGED: a CTA's teams are the samples of one channel, whose statistics' average the running
-// statistics take.
+// statistics take. GROUPED: a CTA's teams are samples of one channel.
 //
 // All loads, the channel's parameters too, are under way before the first value is used. Sums are
 // made in VALUES chains: one chain of 32 additions takes 0.07 us, and nothing else fills the time.
@@ -33,10 +33,11 @@ struct Place {
         team = TEAMS == 1 ? 0 : threadIdx.x / TEAM_THREADS;
         thread = threadIdx.x - team * TEAM_THREADS;
         if constexpr (CLUSTER > 1) thread += cluster_rank() * TEAM_THREADS;
-        set = AVERAGED ? team * CHANNELS + blockIdx.x : blockIdx.x / CLUSTER * TEAMS + team;
-        const bool some = ALWAYS || (AVERAGED ? team < samples : set < sets);
+        set = GROUPED ? (blockIdx.x / CHANNELS * TEAMS + team) * CHANNELS + blockIdx.x % CHANNELS
+                      : blockIdx.x / CLUSTER * TEAMS + team;
+        const bool some = ALWAYS || set < sets;
         vectors = some ? PLANE_VECTORS * (POOLED ? samples : 1) : 0;
-        channel = !some ? 0 : POOLED ? set : AVERAGED ? blockIdx.x : set % CHANNELS;
+        channel = !some ? 0 : POOLED ? set : set % CHANNELS;
     }
     __device__ bool inside(int i) const {
         return (ALWAYS && !POOLED && (i + 1) * ALL <= PLANE_VECTORS) || i * ALL + thread < vectors;
