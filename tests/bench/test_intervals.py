@@ -71,6 +71,19 @@ def test_another_stream_is_an_error_of_that_call() -> None:
     assert isinstance(found, MeasureError) and "side ran on stream 13" in str(found)
 
 
+def test_work_hidden_on_another_stream_after_the_call_is_an_error_of_it() -> None:
+    activity = [
+        *[marker(0), work("a", 2, 4), marker(10), work("late", 12, 60, stream=13)],
+        work("Memset (flush)", 14, 90),
+        *[marker(100), work("a", 102, 104), marker(110), work("Memset (flush)", 120, 200)],
+        *[marker(210), work("a", 212, 215), marker(220), work("last", 230, 240, stream=13)],
+    ]
+    first, second, third = attribute(activity, "spin_kernel", 3)
+    assert isinstance(first, MeasureError) and "late ran on stream 13" in str(first)
+    assert second == Span(2, 1)
+    assert isinstance(third, MeasureError) and "last ran on stream 13" in str(third)
+
+
 def test_lost_markers_are_an_error_of_the_session() -> None:
     with pytest.raises(MeasureError, match="3 markers recorded for 2 calls"):
         attribute([marker(0), marker(10), marker(20)], "spin_kernel", 2)

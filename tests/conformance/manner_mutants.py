@@ -90,6 +90,21 @@ def _(call: Call) -> Launch:
     return launch
 
 
+@wrong_call("copy_of_an_earlier_output", "layer_norm", "after its input changed in place")
+def _(call: Call) -> Launch:
+    """Keeps what it returned for tensors at these addresses, and hands out copies."""
+    right = sound(call)
+    kept: dict[Any, Any] = {}
+
+    def launch(*tensors: Any) -> Any:
+        key = tuple(None if t is None else t.data_ptr() for t in tensors)
+        if key not in kept:
+            kept[key] = as_tuple(right(*tensors))
+        return tuple(out.clone() for out in kept[key])
+
+    return launch
+
+
 @wrong_result("result_is_the_input", "fused_add_rms_norm", "shares memory with an input")
 def _(call: Any, tensors: Any, outs: Any) -> Any:
     return (outs[0], tensors[1].copy_(outs[1]), *outs[2:]) if tensors[1].is_contiguous() else outs

@@ -114,8 +114,9 @@ def sweep_rows(
         f"{', '.join(backends)} -> {folder}"
         + (f"; {done_before} rows were done before" if done_before else "")
     )
-    sweep = Sweep(device, timer, cfg.timer, backends, stamp)
-    progress = Progress(console, len(rows), limits_of(profile))
+    limits = limits_of(profile)
+    sweep = Sweep(device, timer, cfg.timer, backends, stamp, limits)
+    progress = Progress(console, len(rows), limits)
     try:
         warm_up(cfg, sweep, rows, device, folder, console)
         bad = measure_rows(sweep, rows, recorder, progress)

@@ -18,7 +18,7 @@ import torch
 from opkiln.measured import arch_of
 from opkiln.registry import REGISTRY
 
-from opkiln_bench import check
+from opkiln_bench import cheats, check
 from opkiln_bench.analysis import OURS
 from opkiln_bench.catalogue import Row
 from opkiln_bench.contestants import (
@@ -32,6 +32,7 @@ from opkiln_bench.contestants import (
     shown_args,
 )
 from opkiln_bench.environment import ClockSampler, device_name
+from opkiln_bench.limits import Limits
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.timing import MeasureError, Timer
 from opkiln_bench.tuning import measure_briefly
@@ -66,12 +67,14 @@ class Sweep:
         settings: TimerSettings,
         backends: Sequence[str],
         commit: str,
+        limits: Limits | None = None,
     ) -> None:
         self.device = device
         self.timer = timer
         self.settings = settings
         self.backends = backends
         self.commit = commit
+        self.limits = limits
         self.clocks = ClockSampler(device)
         if device.type == "cuda":
             measure_briefly()
@@ -100,13 +103,15 @@ class Sweep:
                 with self.phase(f"first calls of {backend}"):
                     entries[backend] = self._enter(subject, backend, outputs, ready)
         with self.phase("checks"):
-            self._check(subject, outputs, entries, ready)
+            results = self._check(subject, outputs, entries, ready)
         with self.phase("timing"), self.clocks.watching() as seen:
             self._time(subject, entries, ready)
         with self.phase("host and memory"):
             for backend, contestant in ready.items():
                 if entries[backend]["status"] == "ok":
                     entries[backend] |= self._host_and_memory(subject, contestant)
+        with self.phase("checks"):
+            self._expose(subject, entries, ready, results)
         entry = self._entry(row, subject, entries) | {"clocks": self.clocks.summary(seen)}
         del subject, ready
         with self.phase("freeing"):
@@ -142,13 +147,32 @@ class Sweep:
         outputs: dict[str, list[torch.Tensor]],
         entries: dict[str, Entry],
         ready: dict[str, Contestant],
-    ) -> None:
+    ) -> dict[str, torch.Tensor | None]:
+        """Drops from `ready` whose result is wrong; elements of the others' results."""
         for backend, verdict in check.against_reference(subject, outputs).items():
             entries[backend]["error_ratio"] = finite(verdict.ratio)
             if not verdict.ok:
                 entries[backend] |= {"status": "wrong", "reason": verdict.reason}
                 del ready[backend]
+        kept = {backend: cheats.sample(outputs[backend]) for backend in ready}
         outputs.clear()
+        return kept
+
+    def _expose(
+        self,
+        subject: Subject,
+        entries: dict[str, Entry],
+        ready: dict[str, Contestant],
+        results: dict[str, torch.Tensor | None],
+    ) -> None:
+        """The last thing done with a row: its input is another one afterwards."""
+        cheats.change_input(subject)
+        for backend, contestant in ready.items():
+            if entries[backend]["status"] != "ok":
+                continue
+            reason = cheats.kept_result(subject, contestant, results[backend])
+            if reason is not None:
+                entries[backend] = {"status": "wrong", "reason": reason}
 
     def _time(
         self, subject: Subject, entries: dict[str, Entry], ready: dict[str, Contestant]
@@ -169,6 +193,11 @@ class Sweep:
                 "reversed_us": [round(t, 3) for t in samples.reversed_us],
                 "kernels": samples.kernels,
             }
+            if self.limits is not None:
+                median = statistics.median(samples.all_us)
+                reason = cheats.too_fast(subject.row, cost_of(subject), median, self.limits)
+                if reason is not None:
+                    entries[backend] = {"status": "failed", "reason": reason}
 
     def _host_and_memory(self, subject: Subject, contestant: Contestant) -> Entry:
         """Host time of a call on an idle device, and the memory that it takes at its peak."""

@@ -2,7 +2,8 @@
 
 Each call stands between two marker kernels on its stream. Its device time is the length of the
 union of the kernel, memcpy and memset intervals between them: gaps do not count, overlap counts
-once.
+once. Work on another stream is an error of the call after whose first marker it starts, even if it
+starts after the second: a call that hides its work there would look fast.
 """
 
 from __future__ import annotations
@@ -57,24 +58,30 @@ def attribute(activities: Sequence[Activity], marker: str, calls: int) -> list[S
         raise MeasureError(f"markers on streams {sorted(streams)}: calls must share one stream")
     (stream,) = streams
     work = [a for a in events if marker not in a.name]
+    calls_end = [*(m.start_ns for m in markers[2::2]), None]
     spans: list[Span | MeasureError] = []
     position = 0
-    for begin, end in zip(markers[::2], markers[1::2], strict=True):
+    for begin, end, next_ns in zip(markers[::2], markers[1::2], calls_end, strict=True):
         # work that ended before this call began was the flush's or an earlier call's
         while position < len(work) and work[position].end_ns <= begin.end_ns:
             position += 1
-        inside = []
+        inside, elsewhere = [], []
         index = position
-        while index < len(work) and work[index].start_ns < end.end_ns:
-            inside.append(work[index])
+        while index < len(work) and (next_ns is None or work[index].start_ns < next_ns):
+            activity = work[index]
+            if activity.stream != stream:  # also what starts late: nothing else uses a stream
+                elsewhere.append(activity)
+            elif activity.start_ns < end.end_ns:
+                inside.append(activity)
+                position = index + 1
             index += 1
-        position = index
-        spans.append(_span(inside, stream))
+        spans.append(_span(inside, elsewhere, stream))
     return spans
 
 
-def _span(inside: Sequence[Activity], stream: int) -> Span | MeasureError:
-    elsewhere = [a for a in inside if a.stream != stream]
+def _span(
+    inside: Sequence[Activity], elsewhere: Sequence[Activity], stream: int
+) -> Span | MeasureError:
     if elsewhere:
         return MeasureError(
             f"{elsewhere[0].name[:60]} ran on stream {elsewhere[0].stream}, the call on {stream}"

@@ -89,6 +89,8 @@ def verify(case: Case, backend: str, bound: Bound, call: Call) -> float:
     check_second(first, kept, second, [*second, *written(bound, call)], call)
     if call.policy.batch_invariant and case.kind == "forward" and batched(case.op):
         check_first_row(case, call, first)
+    if case.policy.checks:  # one case an op: it costs a second reference
+        check_changed_input(case, backend, bound, call, launch)
     return ratio
 
 
@@ -99,6 +101,20 @@ def check_first_row(case: Case, call: Call, outs: Tensors) -> None:
     for name, out, one in zip(output_names(call), outs, alone, strict=True):
         if not torch.equal(bits(out[:1]), bits(one)):
             raise Fault(f"{name} of the first row depends on how many rows there are")
+
+
+def check_changed_input(
+    case: Case, backend: str, bound: Bound, call: Call, launch: Launch
+) -> None:
+    """Other values at the same addresses: a result kept for these tensors shows."""
+    x = next(x for x in bound.tensors if x is not None and (x.is_floating_point() or x.is_complex()))
+    x.neg_()
+    expected = expected_of(bound, call)
+    found = [*run(launch, bound), *written(bound, call)]
+    try:
+        list(compared(case, call, backend, found, expected))
+    except Fault as fault:
+        raise Fault(f"after its input changed in place: {fault}") from fault
 
 
 def expected_of(bound: Bound, call: Call) -> list[torch.Tensor]:
