@@ -2,11 +2,13 @@
 
 Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
 the op, element size, N and number of rows, or else `rule` does, and where every vector of 16 bytes
-is aligned; the Triton kernel of row_norm serves the rest, and all of them without cuda-core. Only
-row_cluster.cu takes a residual.
+is aligned, or else rows follow each other without a gap; the Triton kernel of row_norm serves the
+rest, and all of them without cuda-core. Only row_cluster.cu takes a residual, and rows that are
+not aligned.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module, resources
@@ -69,11 +71,20 @@ class ClusterTiling:
 LONG_RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=1)
 FEW_RULE = ClusterTiling(8, 64, 2, weight_at=1)
 FEW_BYTES = 32768  # of x and the residual in a row: with less, a CTA's warps were as fast
+# Many rows that lie across vectors: one CTA each, of as many threads as the row needs, at most
+# those here, which is what the registers allow without a spill.
+SHIFT_BYTES = 16384  # shortest such row
+SHIFT_RULES = {
+    "rms_norm": ClusterTiling(1, 448, 4, 2, True, weight_at=1, prefetch=True),
+    "layer_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
+    "fused_add_rms_norm": ClusterTiling(1, 896, 2, 1, True, weight_at=1, prefetch=True),
+    "fused_add_layer_norm": ClusterTiling(1, 896, 2, 1, True, weight_at=2, prefetch=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A tiling and the rows it is for; strides in elements."""
+    """A tiling and the rows it is for; strides in elements. shift: the kernel's SHIFT."""
 
     tiling: ClusterTiling
     source: str
@@ -83,6 +94,7 @@ class ClusterPlan:
     r_stride: int
     even: bool
     shared_bytes: int
+    shift: bool = False
 
     def macros(self, call: Any) -> dict[str, int]:
         x, w, b = affine_metas(call)
@@ -103,9 +115,10 @@ class ClusterPlan:
             "THREADS": t.threads,
             "VECTORS": t.vectors,
             "RESIDENT": t.resident,
-            "WEIGHT_AT": t.weight_at if w is not None or t.weight_at != 2 else 0,
+            "WEIGHT_AT": t.weight_at,
             **{name: int(flag) for name, flag in flags.items()},
             **t.own_macros,
+            **({} if t.ring else {"SHIFT": int(self.shift)}),
         }
 
 
@@ -147,6 +160,8 @@ def rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
     wide = weight is not None and weight.dtype.itemsize > itemsize  # does not fit the registers
     if wide or row_plan.tuned(op, itemsize, n, rows) is not None:
         return None
+    if n * itemsize % 16:
+        return shift_rule(call, n, rows)
     if rows <= row_plan.FEW_ROWS:
         threads = row_plan.power_of_two(
             -(-n * itemsize // (16 * FEW_RULE.cluster * FEW_RULE.vectors))
@@ -158,6 +173,35 @@ def rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
     if n * itemsize <= row_plan.RESIDENT_BYTES or cluster > MAX_CLUSTER or added:
         return None
     return replace(LONG_RULE, cluster=cluster), "rule"
+
+
+def shift_rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
+    """Of many rows that lie across vectors."""
+    itemsize, most = call.tensors.input.dtype.itemsize, SHIFT_RULES[call.spec.name]
+    if rows <= row_plan.FEW_ROWS or n * itemsize < SHIFT_BYTES:
+        return None
+    threads = 32 * -(-most_vectors(n, 16 // itemsize) // (32 * most.vectors))
+    return (replace(most, threads=threads), "rule") if threads <= most.threads else None
+
+
+def most_vectors(n: int, values: int) -> int:
+    """Vectors of memory that a row lies in, wherever it starts."""
+    return n // values if n % values == 0 else -(-(n + values - 1) // values)
+
+
+def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> bool:
+    """Whether row_cluster.cu's SHIFT serves the call. Not under batch invariance: a row's vectors
+    depend on its place.
+    """
+    x, w, b = affine_metas(call)
+    ends_in_last_strip = -(-n * x.dtype.itemsize // 16) > tiling.lanes * (tiling.vectors - 1)
+    return (
+        not call.policy.batch_invariant
+        and tiling.kernel == "row_cluster"
+        and all(stride == n for stride in strides)
+        and all(m is None or m.dtype == x.dtype for m in (w, b))
+        and ends_in_last_strip
+    )
 
 
 def plan_for(call: Any) -> ClusterPlan | None:
@@ -177,19 +221,20 @@ def plan_for(call: Any) -> ClusterPlan | None:
     values = 16 // x.dtype.itemsize
     columns_dense = all(o.stride_n is None for o in operands)
     metas = [m for m in vars(call.tensors).values() if m is not None]
+    shift = any(size % values for size in (n, *strides))
     fits = (
         columns_dense
         and len(sizes) <= 1
-        and all(size % values == 0 for size in (n, *strides))
+        and (not shift or shiftable(call, tiling, n, strides))
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
-        and n <= tiling.lanes * tiling.vectors * values
+        and most_vectors(n, values) <= tiling.lanes * tiling.vectors
         and not (tiling.kernel != "row_cluster" and "fused_add" in call.spec.name)
     )
     if not fits:
         return None
-    in_shared = tiling.weight_at == 2 and w is not None
-    weight_bytes = values * w.dtype.itemsize * tiling.threads * tiling.vectors if in_shared else 0
+    kept = [m for m in (w, b) if m is not None and tiling.weight_at == 2]
+    weight_bytes = sum(values * m.dtype.itemsize for m in kept) * tiling.threads * tiling.vectors
     return ClusterPlan(
         tiling=tiling,
         source=label,
@@ -197,8 +242,9 @@ def plan_for(call: Any) -> ClusterPlan | None:
         n=n,
         x_stride=strides[0],
         r_stride=strides[-1],
-        even=n == tiling.lanes * tiling.vectors * values,
+        even=not shift and n == tiling.lanes * tiling.vectors * values,
         shared_bytes=tiling.ring_bytes + weight_bytes,
+        shift=shift,
     )
 
 
@@ -212,7 +258,9 @@ def prepare(call: Any) -> Callable[..., Any] | None:
     clusters = plan.rows
     if t.persistent:
         kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
-        clusters = min(clusters, max_clusters(kernel, plan))
+        values = 16 // call.tensors.input.dtype.itemsize
+        period = values // math.gcd(plan.n, values)  # rows until one starts as the first does
+        clusters = min(clusters, max_clusters(kernel, plan) // period * period)
     send = kernel.configure(
         (clusters * t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster
     )

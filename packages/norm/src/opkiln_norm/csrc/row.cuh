@@ -88,14 +88,18 @@ __device__ Weight load_weight(const char* base, i64 vector) {
     return w;
 }
 
-__device__ void store_values(char* base, i64 vector, const float (&values)[VALUES]) {
+__device__ Words<4> pack_values(const float (&values)[VALUES]) {
     Words<4> out;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if constexpr (TYPE == F32) out.at[i] = __float_as_uint(values[i]);
         else out.at[i] = pack(values[2 * i], values[2 * i + 1]);
     }
-    store_vector(base + vector * 16, out);
+    return out;
+}
+
+__device__ void store_values(char* base, i64 vector, const float (&values)[VALUES]) {
+    store_vector(base + vector * 16, pack_values(values));
 }
 
 // The compiler may not remember what it converted the words to: they stay packed.

@@ -5,19 +5,94 @@
 // passes. Long rows: a persistent grid; a thread that has written a vector asks for the same vector
 // of its next row.
 //
-// Macros: those of row.cuh. PREFETCH: ask for the next row while this one is written.
+// Macros: those of row.cuh. PREFETCH: ask for the next row while this one is written. SHIFT: rows
+// follow each other without a gap and do not start at vectors of memory, so that their first and
+// last vector have a part alone. A row is then read and written by the vectors of memory, `shift`
+// elements before it; all rows of a CTA have one shift, so that w and b, which have to be moved by
+// it, are moved once. Nothing outside the row is read or written. The row ends in the last strip.
+
+// Elements low to high of a vector are the row's.
+struct Part {
+    int low, high;
+    __device__ bool whole() const { return low == 0 && high == VALUES; }
+    __device__ bool has(int j) const { return low <= j && j < high; }
+};
+
+template <int KIND>
+struct Unsigned {
+    using type = unsigned short;
+};
+template <>
+struct Unsigned<F32> {
+    using type = u32;
+};
+using Element = Unsigned<TYPE>::type;
+
+__device__ Words<4> load_part(const char* p, Part part) {
+    Words<4> w = {};
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j)
+        if (part.has(j)) {
+            const u32 bits = ((const Element*)p)[j];
+            w.at[j * VALUE_BYTES / 4] |= bits << j * VALUE_BYTES % 4 * 8;
+        }
+    return w;
+}
+
+__device__ void store_part(char* p, Part part, const float (&values)[VALUES]) {
+    const Words<4> w = pack_values(values);
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j)
+        if (part.has(j))
+            ((Element*)p)[j] = (Element)(w.at[j * VALUE_BYTES / 4] >> j * VALUE_BYTES % 4 * 8);
+}
+
+// 16 bytes of two vectors that follow each other, past the first `skip`, 1 to 16.
+__device__ Words<4> join(const Words<4>& low, const Words<4>& high, u32 skip) {
+    u32 all[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) all[i] = i < 4 ? low.at[i] : high.at[i - 4];
+#pragma unroll
+    for (int words = 4; words; words /= 2)
+#pragma unroll
+        for (int i = 0; i + words < 8; ++i)
+            if (skip & 4 * words) all[i] = all[i + words];
+    Words<4> w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w.at[i] = skip & 2 ? all[i] >> 16 | all[i + 1] << 16 : all[i];
+    return w;
+}
+
+#if SHIFT
+// Vector v of a [n] weight that is moved by `shift` elements; its type is x's.
+__device__ Weight load_moved(const char* w, i64 v, i64 n, int shift, Part part) {
+    const char* p = w + v * 16;
+    if (shift == 0 && part.whole()) return load_weight(w, v);
+    if (part.whole() && (v + 1) * VALUES <= n)
+        return join(load_weight(w, v - 1), load_weight(w, v), 16 - shift * VALUE_BYTES);
+    return load_part(p - shift * VALUE_BYTES, part);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 row_cluster(const char* x, const char* r, const char* w, const char* b, char* y, char* s,
             float* mean_out, float* rstd_out, i64 rows, i64 n, i64 x_stride, i64 r_stride,
             double eps) {
-    extern __shared__ char weights[];  // [VECTORS][THREADS] Weight, if WEIGHT_AT is 2
+    extern __shared__ char weights[];  // [2][VECTORS][THREADS] Weight, if WEIGHT_AT is 2: w and b
     __shared__ Exchange exchange;
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const i64 row_vectors = n / VALUES;
+    const int shift = SHIFT ? (int)(blockIdx.x / CLUSTER * n % VALUES) : 0;
+    const i64 row_vectors = (shift + n + VALUES - 1) / VALUES;
     const i64 first = (i64)rank * VECTORS * THREADS + threadIdx.x;
     const i64 step = gridDim.x / CLUSTER;
-    const auto inside = [&](int i) { return EVEN || first + i * THREADS < row_vectors; };
+    const auto inside = [&](int i) {
+        return EVEN || (SHIFT && i < VECTORS - 1) || first + i * THREADS < row_vectors;
+    };
+    const auto part = [&](int i) -> Part {
+        if constexpr (!SHIFT) return {0, VALUES};
+        const int v = (int)first + i * THREADS, end = shift + (int)n - v * VALUES;
+        return {i == 0 && v == 0 ? shift : 0, i == VECTORS - 1 && end < VALUES ? end : VALUES};
+    };
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) {
             init(exchange);
@@ -29,15 +104,29 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
 
     Words<4> xs[VECTORS], rs[VECTORS];
     const auto load_row_vector = [&](i64 row, int i) {
-        const i64 offset = (first + i * THREADS) * 16;
-        if (inside(i)) {
-            xs[i] = load_vector(x + row * x_stride * VALUE_BYTES + offset);
-            if constexpr (HAS_RESIDUAL)
-                rs[i] = load_vector(r + row * r_stride * VALUE_BYTES + offset);
-        } else {
-            xs[i] = {};
-            rs[i] = {};
+        const i64 offset = (first + i * THREADS) * 16 - shift * VALUE_BYTES;
+        const char* of_x = x + row * x_stride * VALUE_BYTES + offset;
+        const char* of_r = r + row * r_stride * VALUE_BYTES + offset;
+        xs[i] = rs[i] = {};
+        if (inside(i) && part(i).whole()) {
+            xs[i] = load_vector(of_x);
+            if constexpr (HAS_RESIDUAL) rs[i] = load_vector(of_r);
+        } else if (SHIFT && inside(i)) {
+            xs[i] = load_part(of_x, part(i));
+            if constexpr (HAS_RESIDUAL) rs[i] = load_part(of_r, part(i));
         }
+    };
+    const auto store_row_vector = [&](char* to, i64 row, int i, const float (&values)[VALUES]) {
+        to += (row * n - shift) * VALUE_BYTES;
+        if (part(i).whole()) store_values(to, first + i * THREADS, values);
+        else store_part(to + (first + i * THREADS) * 16, part(i), values);
+    };
+    const auto affine_vector = [&](const char* from, int i) {
+#if SHIFT
+        return load_moved(from, first + i * THREADS, n, shift, part(i));
+#else
+        return load_weight(from, first + i * THREADS);
+#endif
     };
     const auto input = [&](int i, int j) {
         const float v = value<TYPE>(xs[i], j);
@@ -53,15 +142,18 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
     if constexpr (WEIGHT_AT == 1) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            if (HAS_WEIGHT && inside(i)) ws[i] = load_weight(w, first + i * THREADS);
-            if (HAS_BIAS && inside(i)) bs[i] = load_weight(b, first + i * THREADS);
+            if (HAS_WEIGHT && inside(i)) ws[i] = affine_vector(w, i);
+            if (HAS_BIAS && inside(i)) bs[i] = affine_vector(b, i);
         }
     }
+    Weight* kept_w = (Weight*)weights + threadIdx.x;
+    Weight* kept_b = kept_w + (HAS_WEIGHT ? VECTORS * THREADS : 0);
     if constexpr (WEIGHT_AT == 2) {  // each thread reads back what it wrote: no barrier
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-            if (inside(i))
-                ((Weight*)weights)[i * THREADS + threadIdx.x] = load_weight(w, first + i * THREADS);
+        for (int i = 0; i < VECTORS; ++i) {
+            if (HAS_WEIGHT && inside(i)) kept_w[i * THREADS] = affine_vector(w, i);
+            if (HAS_BIAS && inside(i)) kept_b[i * THREADS] = affine_vector(b, i);
+        }
     }
     if constexpr (CLUSTER > 1) wait();  // the others run: their shared memory may be written
 
@@ -74,7 +166,7 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
                 float sums[VALUES];
 #pragma unroll
                 for (int j = 0; j < VALUES; ++j) sums[j] = input(i, j);
-                store_values(s + row * n * VALUE_BYTES, first + i * THREADS, sums);
+                store_row_vector(s, row, i, sums);
             }
         }
         float mean = 0;
@@ -92,8 +184,12 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             if (CENTER && !inside(i)) continue;
+            const bool all = !(CENTER && SHIFT) || part(i).whole();
 #pragma unroll
-            for (int j = 0; j < VALUES; ++j) moment += (input(i, j) - mean) * (input(i, j) - mean);
+            for (int j = 0; j < VALUES; ++j) {
+                const float v = input(i, j) - mean;
+                if (all || part(i).has(j)) moment += v * v;
+            }
         }
         const float rstd = rsqrtf(cluster_sum(moment, exchange, sums_made) / n + (float)eps);
         if (rank == 0 && threadIdx.x == 0) {
@@ -102,19 +198,18 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
         }
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            const i64 vector = first + i * THREADS;
             forget(xs[i]);
             if (inside(i)) {
                 Weight wi = {}, bi = {};
-                if constexpr (HAS_WEIGHT && WEIGHT_AT == 0) wi = load_weight(w, vector);
-                if constexpr (HAS_BIAS && WEIGHT_AT != 1) bi = load_weight(b, vector);
+                if constexpr (HAS_WEIGHT && WEIGHT_AT == 0) wi = affine_vector(w, i);
+                if constexpr (HAS_BIAS && WEIGHT_AT == 0) bi = affine_vector(b, i);
                 if constexpr (HAS_WEIGHT && WEIGHT_AT == 1) wi = ws[i];
                 if constexpr (HAS_BIAS && WEIGHT_AT == 1) bi = bs[i];
-                if constexpr (HAS_WEIGHT && WEIGHT_AT == 2)
-                    wi = ((Weight*)weights)[i * THREADS + threadIdx.x];
+                if constexpr (HAS_WEIGHT && WEIGHT_AT == 2) wi = kept_w[i * THREADS];
+                if constexpr (HAS_BIAS && WEIGHT_AT == 2) bi = kept_b[i * THREADS];
                 float out[VALUES];
                 normalize(out, [&](int j) { return input(i, j); }, mean, rstd, wi, bi);
-                store_values(y + row * n * VALUE_BYTES, vector, out);
+                store_row_vector(y, row, i, out);
             }
             if constexpr (PREFETCH) {
                 if (row + step < rows) load_row_vector(row + step, i);
