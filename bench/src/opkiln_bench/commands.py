@@ -102,16 +102,16 @@ def table(arguments: argparse.Namespace) -> int:
 
     runs = [run for folder in arguments.runs for run in read_runs(Path(folder))]
     if arguments.out:
-        written, without = write_tables(runs, arguments.out)
+        written, left_out = write_tables(runs, arguments.out)
     else:
         arch = arguments.arch or arch_of(torch.device("cuda", 0))
         if arch is None:
             raise RecordError("table: no GPU here; --arch sm90 says whose times these are")
-        written, without = write_own(runs, user_table(arch))
+        written, left_out = write_own(runs, user_table(arch))
     for path, entries in written.items():
         print(f"{entries} times in {path}")
-    if without:
-        print(f"{without} rows left out: their record states no bucket; measure them again")
+    for reason, count in left_out.items():
+        print(f"{count} rows left out: {reason}")
     return 0 if written else 1
 
 

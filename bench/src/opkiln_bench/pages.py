@@ -18,6 +18,7 @@ from opkiln_bench.analysis import Result
 from opkiln_bench.catalogue import TORCH_NAMES
 from opkiln_bench.compare import Agreement
 from opkiln_bench.environment import ClockSampler
+from opkiln_bench.held_back import PAGE as HELD_BACK
 from opkiln_bench.peers import unmeasured_figures
 from opkiln_bench.records import Run, row_key
 from opkiln_bench.regret import PAGES_TARGET, summary, tenths
@@ -88,6 +89,11 @@ def unmeasured_here(result: Result) -> str:
 def is_gradient(result: Result) -> bool:
     """Whether the row is no row of the pages, but the gradient of one."""
     return result.record.get("forward") is not None
+
+
+def is_held_back(result: Result) -> bool:
+    """Whether the row is of the held-back sample, which has a page of its own."""
+    return HELD_BACK in result.record["pages"]
 
 
 def family_of(result: Result) -> str:

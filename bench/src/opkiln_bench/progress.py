@@ -12,7 +12,10 @@ from rich.status import Status
 
 from opkiln_bench.analysis import judge
 from opkiln_bench.catalogue import Row
+from opkiln_bench.held_back import PAGE as HELD_BACK
 from opkiln_bench.limits import Limits
+from opkiln_bench.records import row_key
+from opkiln_bench.regret import HELD_BACK_TARGET, PAGES_TARGET, Regret, summary
 
 
 class Progress:
@@ -26,6 +29,8 @@ class Progress:
         self.spent_s = 0.0
         self.outcomes: Counter[str] = Counter()
         self.log_ratios = 0.0
+        self.regrets: list[tuple[str, Regret | None]] = []
+        self.target = PAGES_TARGET
         self.status: Status | None = None
         if console.is_terminal:
             self.status = console.status("")
@@ -50,6 +55,9 @@ class Progress:
         remarks += [f"{backend}: {reason}" for backend, reason in result.unusable]
         verdict = f"  {result.ratio.value:.2f}x {result.ratio.verdict}" if result.ratio else ""
         self.outcomes[result.ratio.verdict if result.ratio else result.status] += 1
+        if HELD_BACK in entry["pages"]:
+            self.target = HELD_BACK_TARGET
+        self.regrets.append((" ".join(row_key(entry)), result.regret))
         if result.ratio:
             self.log_ratios += math.log(result.ratio.value)
         # a terminal has the estimate on its live line
@@ -77,6 +85,8 @@ class Progress:
         counts = ", ".join(f"{count} {what}" for what, count in self.outcomes.most_common())
         mean = f"; geometric mean {math.exp(self.log_ratios / ratios):.2f}x" if ratios else ""
         self.console.print(f"{self.done} of {self.total} rows: {counts or 'none'}{mean}")
+        if told := summary(self.regrets, self.target):
+            self.console.print(told)
         spent = sorted(seconds.items(), key=lambda item: -item[1])
         self.console.print(
             f"time {wall_s:.0f} s: "

@@ -28,6 +28,7 @@ from opkiln_bench.catalogue import (
 )
 from opkiln_bench.contestants import chosen_backends
 from opkiln_bench.environment import commit, device_name, environment
+from opkiln_bench.held_back import held_back
 from opkiln_bench.lease import gpu_uuids, leased_gpu
 from opkiln_bench.limits import find_profile, limits_of, user_profiles
 from opkiln_bench.peers import absent
@@ -192,6 +193,8 @@ def choose_rows(cfg: Bench, kind: str) -> list[Row]:
         )
     rows = load_rows(mode=cfg.mode)
     check_ops(rows)
+    if suite.held_back:
+        rows = held_back(rows, suite.held_back)
     rows = select(rows, cfg.op, cfg.workload, cfg.dtype)
     rows = in_suite(rows, suite.page, suite.max_row_mbytes, suite.rows_per_op, suite.args)
     if not rows:
@@ -200,9 +203,13 @@ def choose_rows(cfg: Bench, kind: str) -> list[Row]:
 
 
 def choose_backends(cfg: Bench, kind: str) -> list[str]:
-    """`backends` if given, else the group; a CPU run that asked for nothing compiles nothing."""
-    if cfg.backends is not None:
-        return chosen_backends(as_patterns(cfg.backends))
+    """`backends` if given, else the suite's, else the group.
+
+    A CPU run that asked for nothing compiles nothing.
+    """
+    wanted = cfg.backends if cfg.backends is not None else cfg.suite.backends
+    if wanted is not None:
+        return chosen_backends(as_patterns(wanted))
     spared = [TORCH_COMPILE] if cfg.suite.name == "auto" and kind == "cpu" else []
     return chosen_backends(cfg.backend.patterns, [*cfg.backend.exclude, *spared])
 

@@ -17,6 +17,8 @@ class Suite:
     max_row_mbytes: float | None = None  # bytes that a row's call reads and writes
     rows_per_op: int | None = None  # the smallest ones
     args: dict[str, Any] = field(default_factory=dict)  # only rows that pass these values
+    held_back: int | None = None  # so many rows an op of the held-back sample, and no others
+    backends: list[str] | None = None  # unless `backends` says others
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """`opkiln-bench table RUN...`: the measured times that dispatch chooses by, from records.
 
-Of opkiln and of torch alone: a peer is never picked, so its time decides nothing.
+Of opkiln and of torch alone: a peer is never picked, so its time decides nothing. Never of the
+held-back sample, which says how well the tables do where they know nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from opkiln.measured import SCHEMA
 from opkiln.ops import CATALOGUE
 
 from opkiln_bench.analysis import OURS, times
+from opkiln_bench.held_back import PAGE as HELD_BACK
 from opkiln_bench.limits import ceiling, limits_of
 from opkiln_bench.records import RecordError, Run
 from opkiln_bench.verdict import median_us
@@ -24,25 +27,31 @@ BACKENDS = (OURS, "torch")
 FAMILY = "{family}"  # in --out: a file for each family
 
 
-def times_of(runs: Iterable[Run]) -> tuple[dict[str, list[dict[str, Any]]], int]:
-    """Family -> its entries in the order of ops and sizes; how many rows state no bucket.
+NO_BUCKET = "their record states no bucket; measure them again"
+IN_SAMPLE = "they are of the held-back sample, which no table is made from"
+
+
+def times_of(runs: Iterable[Run]) -> tuple[dict[str, list[dict[str, Any]]], Counter[str]]:
+    """Family -> its entries in the order of ops and sizes; how many rows were left out, by reason.
 
     Later runs win. RecordError where the runs are not of one GPU.
     """
     runs = sorted(runs, key=lambda run: run.header["date"])
     one_gpu(runs)
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    without = 0
+    left_out: Counter[str] = Counter()
     for run in runs:
         for row in run.rows.values():
-            if "bucket" not in row:
-                without += 1
+            if HELD_BACK in row["pages"]:
+                left_out[IN_SAMPLE] += 1
+            elif "bucket" not in row:
+                left_out[NO_BUCKET] += 1
             elif entry := entry_of(row, run):
                 found[bucket_key(entry)] = entry
     families: dict[str, list[dict[str, Any]]] = {}
     for key in sorted(found):
         families.setdefault(CATALOGUE[key[0]].family, []).append(found[key])
-    return families, without
+    return families, left_out
 
 
 def one_gpu(runs: Sequence[Run]) -> str:
@@ -75,12 +84,12 @@ def entry_of(row: dict[str, Any], run: Run) -> dict[str, Any] | None:
     }
 
 
-def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], int]:
-    """Write the tables. Path -> entries; how many rows were left out for want of a bucket.
+def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], Counter[str]]:
+    """Write the tables. Path -> entries; how many rows were left out, by reason.
 
     out: a path; `{family}` in it stands for each family that has entries.
     """
-    families, without = times_of(runs)
+    families, left_out = times_of(runs)
     if FAMILY not in out:
         families = {"": [entry for entries in families.values() for entry in entries]}
     gpu = one_gpu(runs)
@@ -90,15 +99,15 @@ def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], int]:
             path = Path(out.replace(FAMILY, family))
             replace_file(path, as_text(gpu, entries))
             written[str(path)] = len(entries)
-    return written, without
+    return written, left_out
 
 
-def write_own(runs: Sequence[Run], path: Path) -> tuple[dict[str, int], int]:
+def write_own(runs: Sequence[Run], path: Path) -> tuple[dict[str, int], Counter[str]]:
     """Add the times to a user's table: those of the same calls are replaced, the others stay.
 
     RecordError where the table is of another GPU.
     """
-    families, without = times_of(runs)
+    families, left_out = times_of(runs)
     gpu, entries = one_gpu(runs), [entry for found in families.values() for entry in found]
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -108,7 +117,7 @@ def write_own(runs: Sequence[Run], path: Path) -> tuple[dict[str, int], int]:
             raise RecordError(f"{path} is of {before['gpu']}, these runs are of {gpu}")
         merged = {bucket_key(e): e for e in [*before.get("times", []), *entries]}
         replace_file(path, as_text(gpu, [merged[key] for key in sorted(merged)]))
-    return {str(path): len(entries)}, without
+    return {str(path): len(entries)}, left_out
 
 
 def bucket_key(entry: dict[str, Any]) -> tuple[Any, ...]:

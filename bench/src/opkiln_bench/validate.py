@@ -14,6 +14,7 @@ from opkiln import functional
 from opkiln.ops import CATALOGUE
 
 from opkiln_bench.catalogue import MODES, CatalogueError, Row, in_shard
+from opkiln_bench.held_back import PER_OP
 from opkiln_bench.inputs import check_fill
 from opkiln_bench.settings import Bench
 
@@ -28,6 +29,7 @@ LEAST = {
     "timer.compile_processes": 0,
     "suite.rows_per_op": 1,
     "suite.max_row_mbytes": 0,
+    "suite.held_back": 1,
 }
 PEAKS = ("tensor_f16", "vector_f32", "vector_f64")
 FLOOR = ("read_bytes", "write_bytes", "us")
@@ -49,6 +51,8 @@ def check_config(cfg: Bench) -> None:
         raise CatalogueError(f"timer.name must be one of {', '.join(TIMERS)}, got {timer.name!r}")
     if cfg.suite.page not in PAGES:
         raise CatalogueError(f"suite.page must be all, norm or null, got {cfg.suite.page!r}")
+    if (cfg.suite.held_back or 0) > PER_OP:
+        raise CatalogueError(f"suite.held_back must be at most {PER_OP}, got {cfg.suite.held_back}")
     if cfg.mode not in MODES:
         raise CatalogueError(f"mode must be one of {', '.join(MODES)}, got {cfg.mode!r}")
     in_shard([], cfg.shard)

@@ -13,6 +13,7 @@ from opkiln_bench.catalogue import load_rows
 from opkiln_bench.compare import SHORT_US, WORST_WITHIN
 from opkiln_bench.contestants import chosen_backends
 from opkiln_bench.environment import commit, device_name
+from opkiln_bench.held_back import every_row
 from opkiln_bench.records import RecordError, Run
 from opkiln_bench.report import ordered
 from opkiln_bench.rows_csv import read_csv
@@ -110,7 +111,7 @@ def measure_again(published: Result, run: Run, say: Callable[[str], None]) -> Re
     from opkiln_bench.runner import device_in_use, device_kind, make_timer
     from opkiln_bench.sweep import Sweep
 
-    rows = [row for row in load_rows(mode="all") if row.key == published_key(published)]
+    rows = [row for row in every_row() if row.key == published_key(published)]
     if not rows:
         raise RecordError(f"{name_of(published.record)} is no row of this opkiln-bench")
     known = {f.name for f in fields(TimerSettings)}

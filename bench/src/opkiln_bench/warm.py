@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 from opkiln_bench.analysis import OURS
-from opkiln_bench.catalogue import Row, load_rows
+from opkiln_bench.catalogue import Row
 
 # Rows above LARGE_BYTES of input go to a few processes: all share the GPU's memory, and a top-k of
 # 8.6 GB takes 30.
@@ -153,12 +153,13 @@ def main() -> None:
     import torch
 
     from opkiln_bench.contestants import bring, declined, enter
+    from opkiln_bench.held_back import every_row
     from opkiln_bench.tuning import only_compile
 
     only_compile()
     device = torch.device("cuda", int(sys.argv[1]))
     torch.cuda.set_device(device)
-    by_key = {row.key: row for row in load_rows(mode="all")}
+    by_key = {row.key: row for row in every_row()}
     tasks = [line.rstrip("\n").split("\t") for line in sys.stdin]
     for key, group in groupby(tasks, key=lambda t: tuple(t[:3])):
         subject = bring(by_key[key], device)
