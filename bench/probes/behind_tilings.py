@@ -1,0 +1,119 @@
+"""The tilings of behind.py: what may win the rows that are behind."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import common
+
+sys.path[:0] = [str(common.ROOT / p) for p in ("core/src", "packages/norm/src")]
+sys.path[:0] = [str(common.ROOT / "packages/pool/src")]
+
+from opkiln_norm.channel_cuda_tilings import Team  # noqa: E402
+from opkiln_norm.row_cluster import ClusterTiling, most_vectors  # noqa: E402
+from opkiln_norm.row_plan import Tiling  # noqa: E402
+from opkiln_pool.pool_plan import Tiling as PoolTiling  # noqa: E402
+
+# cluster, threads, vectors a thread, CTAs an SM, by the bytes of a row; no persistent grid
+ONCE: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16384: (
+        (1, 128, 8, 8), (1, 256, 4, 6), (1, 512, 2, 3), (1, 512, 2, 4), (1, 1024, 1, 2),
+        (2, 128, 4, 10), (2, 256, 2, 8), (2, 512, 1, 4),
+    ),
+    262144: (
+        (8, 256, 8, 2), (8, 256, 8, 3), (8, 256, 8, 4), (8, 512, 4, 2), (8, 1024, 2, 1),
+        (4, 512, 8, 1), (4, 512, 8, 2), (4, 1024, 4, 1), (2, 1024, 8, 1),
+        (16, 128, 8, 8), (16, 256, 4, 4), (16, 512, 2, 2),
+    ),
+}  # fmt: skip
+ONCE_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16384: (
+        (1, 128, 8, 4), (1, 256, 4, 4), (1, 512, 2, 2), (1, 512, 2, 3), (1, 1024, 1, 1),
+        (2, 128, 4, 8), (2, 256, 2, 5), (2, 512, 1, 2),
+    ),
+    32768: (
+        (1, 256, 8, 2), (1, 512, 4, 2), (1, 1024, 2, 1), (2, 256, 4, 4), (2, 512, 2, 2),
+        (2, 512, 2, 3), (4, 256, 2, 5),
+    ),
+}  # fmt: skip
+# the same, with a persistent grid that asks for the next row early, w in registers
+PERSISTENT: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16384: ((1, 256, 4, 3), (1, 512, 2, 2), (1, 1024, 1, 1), (2, 256, 2, 4)),
+    32768: ((1, 512, 4, 1), (1, 1024, 2, 1), (2, 512, 2, 2), (2, 1024, 1, 1)),
+    262144: (),
+}
+LATER = Tiling(2048, 16, chunks=0, head=True, evict="evict_first")  # Inductor's way
+
+
+def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
+    """Of a row norm whose rows start at vectors."""
+    size = row.n * row.itemsize
+    found: list[Tiling | ClusterTiling] = []
+    for shape in (ONCE_ADDED if row.adds else ONCE)[size]:
+        plain = ClusterTiling(*shape)
+        found += [plain, replace(plain, stream=True)]
+        if shape[2] <= 4:
+            found.append(replace(plain, weight_at=1))
+    for shape in PERSISTENT[size]:
+        ahead = ClusterTiling(*shape, persistent=True, weight_at=1, prefetch=True)
+        found += [ahead, replace(ahead, stream=True)]
+    if size == 16384 and not row.adds:
+        for threads, vectors, resident, ring in ((256, 4, 4, 3), (512, 2, 2, 6), (1024, 1, 1, 12)):
+            found.append(ClusterTiling(1, threads, vectors, resident, True, 1, ring=ring))
+    if size <= 32768:
+        found += [LATER, replace(LATER, evict=""), replace(LATER, block_n=4096)]
+        found += [replace(LATER, num_warps=8), replace(LATER, store_cache=".cs")]
+    return found
+
+
+def shift_tilings(row: Any) -> list[ClusterTiling]:
+    """Of a row norm whose rows lie across vectors: vectors a thread, CTAs an SM, where w is."""
+    vectors = most_vectors(row.n, 16 // row.itemsize)
+    center = "layer" in row.op
+    shapes = ((4, 2, 1), (4, 2, 2), (3, 2, 2), (2, 1, 1), (2, 2, 2), (6, 2, 1), (8, 1, 1))
+    if row.adds:
+        shapes = ((2, 1, 1), (2, 1, 2), (1, 1, 1), (3, 1, 2), (4, 1, 1))
+    if center:
+        shapes = ((3, 2, 2), (4, 2, 2), (6, 2, 2), (2, 1, 2), (2, 1, 1), (8, 1, 2))
+    found = []
+    for each, resident, place in shapes:
+        threads = 32 * -(-vectors // (32 * each))
+        if threads <= 1024 and threads * resident <= 2048:
+            ahead = ClusterTiling(1, threads, each, resident, True, place, prefetch=True)
+            found += [ahead, replace(ahead, stream=True)]
+    first = found[0]
+    found += [replace(first, prefetch=False), replace(first, persistent=False, prefetch=False)]
+    return found
+
+
+def team_tilings(row: Any) -> list[Team]:
+    """Of instance norm: warps a set, samples of a channel in a CTA, parameters through L1."""
+    cuts = ((1, 4), (2, 2), (4, 1))
+    samples = row.shape[0]
+    found = []
+    for through_l1 in (False, True):
+        for warps, vectors in cuts:
+            one = Team(16, warps, 1, vectors, through_l1=through_l1)
+            found += [one, replace(one, stream=True)]
+            for teams in sorted({2, 4, samples}):
+                if teams * warps <= 32:
+                    found.append(replace(one, teams=teams, grouped=True))
+    if "running" in row.flags and "eval" not in row.flags:
+        found = [t for t in found if t.teams == samples]
+    return found
+
+
+def pool_tilings(row: Any) -> list[PoolTiling]:
+    """Of a pool with indices: an output an element, up to 1024 of them in 4 warps; patches."""
+    shapes = ((128, 2), (256, 2), (256, 4), (512, 4), (1024, 4), (512, 8), (1024, 8))
+    found = [
+        PoolTiling("taps", block, warps, static=True, cache=cache)
+        for block, warps in shapes
+        for cache in ("", ".cs")
+    ]
+    v = 8 if row.dtype == "f16" else 2
+    for block, warps, more in ((128, 4, 1), (256, 4, 1), (256, 8, 1), (64, 2, 1), (128, 4, 2)):
+        if v * more <= 8:
+            plain = PoolTiling("patch", block, warps, v=v * more, static=True)
+            found += [plain, replace(plain, evict="evict_first"), replace(plain, cache=".cs")]
+    return found
