@@ -14,34 +14,49 @@ from opkiln_norm.row_cluster import ClusterTiling, most_vectors  # noqa: E402
 from opkiln_norm.row_plan import Tiling  # noqa: E402
 from opkiln_pool.pool_plan import Tiling as PoolTiling  # noqa: E402
 
-# cluster, threads, vectors a thread, CTAs an SM, by the bytes of a row; no persistent grid
-ONCE: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+# cluster, threads, vectors a thread, CTAs an SM, WEIGHT_AT, by the bytes of a row; no persistent
+# grid. None spills (NVRTC 13.0).
+Shapes = dict[int, tuple[tuple[int, int, int, int, int], ...]]
+ONCE: Shapes = {
     16384: (
-        (1, 128, 8, 8), (1, 256, 4, 6), (1, 512, 2, 3), (1, 512, 2, 4), (1, 1024, 1, 2),
-        (2, 128, 4, 10), (2, 256, 2, 8), (2, 512, 1, 4),
+        (1, 128, 8, 8, 0), (1, 256, 4, 6, 0), (1, 512, 2, 3, 0), (1, 512, 2, 3, 1),
+        (1, 512, 2, 4, 0), (1, 1024, 1, 2, 0), (1, 1024, 1, 2, 1), (2, 128, 4, 10, 0),
+        (2, 256, 2, 8, 0), (2, 512, 1, 4, 0), (2, 512, 1, 4, 1),
     ),
     262144: (
-        (8, 256, 8, 2), (8, 256, 8, 3), (8, 256, 8, 4), (8, 512, 4, 2), (8, 1024, 2, 1),
-        (4, 512, 8, 1), (4, 512, 8, 2), (4, 1024, 4, 1), (2, 1024, 8, 1),
-        (16, 128, 8, 8), (16, 256, 4, 4), (16, 512, 2, 2),
+        (8, 256, 8, 2, 0), (8, 256, 8, 4, 0), (8, 512, 4, 2, 0), (8, 512, 4, 2, 1),
+        (8, 1024, 2, 1, 0), (8, 1024, 2, 1, 1), (4, 512, 8, 1, 0), (4, 512, 8, 2, 0),
+        (4, 1024, 4, 1, 0), (4, 1024, 4, 1, 1), (2, 1024, 8, 1, 0), (16, 128, 8, 8, 0),
+        (16, 256, 4, 4, 0), (16, 256, 4, 4, 1), (16, 512, 2, 2, 1),
     ),
 }  # fmt: skip
-ONCE_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+ONCE_ADDED: Shapes = {
     16384: (
-        (1, 128, 8, 4), (1, 256, 4, 4), (1, 512, 2, 2), (1, 512, 2, 3), (1, 1024, 1, 1),
-        (2, 128, 4, 8), (2, 256, 2, 5), (2, 512, 1, 2),
+        (1, 256, 4, 3, 0), (1, 512, 2, 2, 0), (1, 512, 2, 2, 1), (1, 1024, 1, 1, 0),
+        (1, 1024, 1, 1, 1), (2, 128, 4, 5, 0), (2, 256, 2, 4, 0), (2, 512, 1, 2, 0),
+        (2, 512, 1, 2, 1),
     ),
     32768: (
-        (1, 256, 8, 2), (1, 512, 4, 2), (1, 1024, 2, 1), (2, 256, 4, 4), (2, 512, 2, 2),
-        (2, 512, 2, 3), (4, 256, 2, 5),
+        (1, 256, 8, 1, 0), (1, 512, 4, 1, 0), (1, 1024, 2, 1, 0), (1, 1024, 2, 1, 1),
+        (2, 512, 2, 2, 0), (4, 256, 2, 4, 0),
     ),
 }  # fmt: skip
 # the same, with a persistent grid that asks for the next row early, w in registers
 PERSISTENT: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     16384: ((1, 256, 4, 3), (1, 512, 2, 2), (1, 1024, 1, 1), (2, 256, 2, 4)),
-    32768: ((1, 512, 4, 1), (1, 1024, 2, 1), (2, 512, 2, 2), (2, 1024, 1, 1)),
     262144: (),
 }
+PERSISTENT_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16384: ((1, 512, 2, 2), (1, 1024, 1, 1), (2, 512, 1, 2)),
+    32768: ((1, 512, 4, 1), (1, 1024, 2, 1), (2, 1024, 1, 1)),
+}
+# Rows across vectors: vectors a thread, threads an SM, WEIGHT_AT, PREFETCH. None spills at 12289.
+SHIFT = ((4, 896, 1, True), (4, 896, 2, True), (3, 1152, 2, True), (3, 1152, 1, False),
+         (2, 896, 1, True), (6, 576, 2, True))  # fmt: skip
+SHIFT_CENTER = ((3, 1152, 2, True), (3, 1152, 2, False), (2, 896, 2, True), (2, 896, 1, True),
+                (6, 576, 2, True))  # fmt: skip
+SHIFT_ADDED = ((2, 896, 1, True), (2, 896, 2, True), (2, 896, 1, False), (3, 576, 2, True),
+               (4, 448, 1, True))  # fmt: skip
 LATER = Tiling(2048, 16, chunks=0, head=True, evict="evict_first")  # Inductor's way
 
 
@@ -49,12 +64,10 @@ def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
     """Of a row norm whose rows start at vectors."""
     size = row.n * row.itemsize
     found: list[Tiling | ClusterTiling] = []
-    for shape in (ONCE_ADDED if row.adds else ONCE)[size]:
-        plain = ClusterTiling(*shape)
+    for *shape, place in (ONCE_ADDED if row.adds else ONCE)[size]:
+        plain = ClusterTiling(*shape, weight_at=place)
         found += [plain, replace(plain, stream=True)]
-        if shape[2] <= 4:
-            found.append(replace(plain, weight_at=1))
-    for shape in PERSISTENT[size]:
+    for shape in (PERSISTENT_ADDED if row.adds else PERSISTENT)[size]:
         ahead = ClusterTiling(*shape, persistent=True, weight_at=1, prefetch=True)
         found += [ahead, replace(ahead, stream=True)]
     if size == 16384 and not row.adds:
@@ -67,23 +80,16 @@ def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
 
 
 def shift_tilings(row: Any) -> list[ClusterTiling]:
-    """Of a row norm whose rows lie across vectors: vectors a thread, CTAs an SM, where w is."""
+    """Of a row norm whose rows lie across vectors."""
     vectors = most_vectors(row.n, 16 // row.itemsize)
-    center = "layer" in row.op
-    shapes = ((4, 2, 1), (4, 2, 2), (3, 2, 2), (2, 1, 1), (2, 2, 2), (6, 2, 1), (8, 1, 1))
-    if row.adds:
-        shapes = ((2, 1, 1), (2, 1, 2), (1, 1, 1), (3, 1, 2), (4, 1, 1))
-    if center:
-        shapes = ((3, 2, 2), (4, 2, 2), (6, 2, 2), (2, 1, 2), (2, 1, 1), (8, 1, 2))
+    shapes = SHIFT_ADDED if row.adds else SHIFT_CENTER if "layer" in row.op else SHIFT
     found = []
-    for each, resident, place in shapes:
+    for each, most, place, prefetch in shapes:
         threads = 32 * -(-vectors // (32 * each))
-        if threads <= 1024 and threads * resident <= 2048:
-            ahead = ClusterTiling(1, threads, each, resident, True, place, prefetch=True)
-            found += [ahead, replace(ahead, stream=True)]
-    first = found[0]
-    found += [replace(first, prefetch=False), replace(first, persistent=False, prefetch=False)]
-    return found
+        if threads <= 1024 and threads <= most:
+            t = ClusterTiling(1, threads, each, most // threads, True, place, prefetch=prefetch)
+            found += [t, replace(t, stream=True)]
+    return [*found, *(replace(t, persistent=False) for t in found if not t.prefetch)]
 
 
 def team_tilings(row: Any) -> list[Team]:

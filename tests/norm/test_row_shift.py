@@ -60,7 +60,9 @@ def test_rule(case):
     assert (plan and plan.tiling.threads) == threads
     if plan:
         assert (plan.shift, plan.even, plan.tiling.cluster) == (True, False, 1)
-        lanes = plan.tiling.lanes
+        lanes, most = plan.tiling.lanes, row_cluster.SHIFT_RULES[op]
+        room = most.threads * most.resident  # threads an SM has registers for
+        assert room - threads < threads * plan.tiling.resident <= room
         assert lanes * (plan.tiling.vectors - 1) < -(-n // 8)  # all strips but the last are full
         assert lanes * plan.tiling.vectors >= most_vectors(n, 8)
 

@@ -181,7 +181,9 @@ def shift_rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None
     if rows <= row_plan.FEW_ROWS or n * itemsize < SHIFT_BYTES:
         return None
     threads = 32 * -(-most_vectors(n, 16 // itemsize) // (32 * most.vectors))
-    return (replace(most, threads=threads), "rule") if threads <= most.threads else None
+    if threads > most.threads:
+        return None
+    return replace(most, threads=threads, resident=most.threads * most.resident // threads), "rule"
 
 
 def most_vectors(n: int, values: int) -> int:
