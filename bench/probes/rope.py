@@ -20,7 +20,7 @@ import rope_by_tables  # noqa: E402
 from opkiln import functional, road  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_bench.peers.compositions import composition  # noqa: E402
-from opkiln_rope import angles, rotation  # noqa: E402
+from opkiln_rope import rotation  # noqa: E402
 from opkiln_rope.rotation_plan import Tiling, plan_for  # noqa: E402
 
 DTYPES = common.DTYPES
@@ -78,16 +78,14 @@ class Candidate:
     tiling: Tiling
     tables: bool = False
     fence: bool = False
-    copies: int = angles.COPIES
 
     @property
     def name(self) -> str:
         t = self.tiling
         registers = f"r{t.max_registers}" if t.max_registers else ""
         kind = ("fenced-tables" if self.fence else "tables") if self.tables else "angles"
-        copies = f"copies{self.copies}" if self.copies != angles.COPIES else ""
         shape = f"{t.block_t}x{t.block_h}x{t.steps} w{t.num_warps}"
-        return " ".join(filter(None, (kind, shape, registers, t.store_cache, copies)))
+        return " ".join(filter(None, (kind, shape, registers, t.store_cache)))
 
 
 def before(row: Row) -> Tiling:
@@ -119,7 +117,6 @@ def candidates(row: Row) -> list[Candidate]:
     all_of_them = [Candidate(old, tables=True)]
     all_of_them += [Candidate(t, tables=True, fence=True) for t in tables]
     all_of_them += [Candidate(t) for t in (plan.tiling, *found)]
-    all_of_them.append(Candidate(plan.tiling, copies=1))
     return list(dict.fromkeys(all_of_them))
 
 
@@ -137,7 +134,7 @@ def warm(task: tuple[Row, Candidate]) -> dict[str, Any]:
         kernel = rope_by_tables.table_kernel
     else:
         mocks = (x, x, torch.int32, ids)
-        fixed = (*rotation.fixed_arguments(call, plan)[:-1], candidate.copies)
+        fixed = rotation.fixed_arguments(call, plan)
         kernel = rotation.rotation_kernel
     return common.resources_of(lambda: kernel.warmup(*mocks, *fixed, grid=(1,), **plan.options()))
 
@@ -146,7 +143,6 @@ def make(call: Call, candidate: Candidate, tensors: tuple[torch.Tensor, ...]) ->
     if candidate.tables:
         launch = rope_by_tables.prepare(call, candidate.tiling, candidate.fence)
     else:
-        rotation.COPIES = candidate.copies
         launch = rotation.prepare(call, candidate.tiling)
     return lambda: launch(*tensors)
 

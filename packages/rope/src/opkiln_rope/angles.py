@@ -15,15 +15,12 @@ import triton.language as tl
 from opkiln.device.rope_tables import rope_tables
 from opkiln.ops.rope.rules import Rule
 
-# All blocks start by reading the frequencies; a line that all ask for answers one after the other.
-COPIES = 8
-
 
 def turns(
     rule: Rule, device: torch.device, rotary_dim: int, **numbers: Any
 ) -> tuple[torch.Tensor, ...]:
-    """One tensor [COPIES, 2, pairs], shared by all calls: turns a position, each word of 32 bits
-    stored as int32, the high one first.
+    """One tensor [2, pairs], shared by all calls: turns a position, each word of 32 bits stored as
+    int32, the high one first.
     """
 
     def build(rows: int) -> tuple[torch.Tensor]:
@@ -33,7 +30,7 @@ def turns(
         low = ((scaled - high) * 2.0**32).floor()
         words = torch.stack((high, low)).to(torch.int64)
         words = words.view(torch.int32)[:, ::2]  # the lower half of each
-        return (words.expand(COPIES, -1, -1).contiguous(),)
+        return (words.contiguous(),)
 
     return rope_tables(("turns", rule.__name__, rotary_dim, *numbers.values()), 1, device, build)
 
@@ -75,7 +72,7 @@ def cos_sin(position, high, low, scale):
 def angles(position, words, half, scale, EVEN: tl.constexpr, BLOCK_T: tl.constexpr,
            BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """cos and sin [BLOCK_R, BLOCK_P], or [1, BLOCK_P] of one token, of position [BLOCK_R, 1] or a
-    scalar. words: of one copy, `half` high and `half` low ones.
+    scalar. words: `half` high and `half` low ones.
     """
     cols = tl.arange(0, BLOCK_P)
     if BLOCK_T > 1:

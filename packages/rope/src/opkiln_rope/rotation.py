@@ -20,7 +20,7 @@ from opkiln.device.outputs import allocator
 from opkiln.device.triton import launcher
 from opkiln.ops.rope import rules
 
-from opkiln_rope.angles import COPIES, amplitude, angles, turns
+from opkiln_rope.angles import amplitude, angles, turns
 from opkiln_rope.rotation_plan import NOT_OF_THE_RULE, Plan, Tiling, plan_for
 
 RULES: dict[str, rules.Rule] = {
@@ -113,7 +113,7 @@ def rotation_kernel(
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BATCHED: tl.constexpr, REST: tl.constexpr,
     EVEN_H: tl.constexpr, EVEN_P: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
-    EVICT: tl.constexpr, STORE_CACHE: tl.constexpr, COPIES: tl.constexpr,
+    EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, BLOCK_T), cdiv(H, BLOCK_H * STEPS)). P = half_units * ALIGN; strides of
     batch, token and head in units of ALIGN too. BATCHED: more than one sequence of S tokens.
@@ -159,8 +159,7 @@ def rotation_kernel(
         # Unchecked on a GPU: a wrong id turns by the angle of the nearest one.
         position = tl.load(ids_ptr + seq.to(tl.int64) * stride_id, mask=mask_t)
         position = tl.minimum(tl.maximum(position, 0), last_position)
-    words = turns_ptr + tl.program_id(0) % COPIES * (2 * half)
-    cos, sin = angles(position, words, half, scale, EVEN_P, BLOCK_T, BLOCK_R, BLOCK_P)
+    cos, sin = angles(position, turns_ptr, half, scale, EVEN_P, BLOCK_T, BLOCK_R, BLOCK_P)
     if BACK:
         sin = -sin
 
@@ -194,7 +193,7 @@ def rule_of(call: Any) -> rules.Rule:
 def fixed_arguments(call: Any, plan: Plan) -> tuple[Any, ...]:
     """The kernel's arguments after its tensors."""
     scale = amplitude(rule_of(call), **numbers_of(call))
-    return (scale, *plan.sizes, *plan.constexprs().values(), COPIES)
+    return (scale, *plan.sizes, *plan.constexprs().values())
 
 
 def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., Any]:
