@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ import row_checks
 import row_norm
 import row_pages
 import torch
+from behind_report import details, merged, name_of, summary
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_norm import channel_cuda, channel_plan, row_cluster
@@ -35,11 +35,9 @@ from opkiln_pool import pool_plan
 from row_pages import Row
 
 CHANNEL_TABLES = channel_plan.tuning_rows, channel_cuda.cuda_rows
-SHIFT_BYTES = row_cluster.SHIFT_BYTES
 FILLERS = (0, 5)  # small tensors before those of a channel norm: its parameters lie elsewhere
 QUACK_OPS = ("rms_norm", "fused_add_rms_norm")
 LONG = 2**29  # elements, from which a call takes a millisecond
-TOP = 3
 
 ROW_NORMS = """
 rms_norm           llama-70b-prefill      f16
@@ -87,17 +85,6 @@ def candidates(row: Any) -> list[Any]:
     if not row.label.startswith("width"):
         return [None, *tilings.row_tilings(row)]
     return [None, *(tilings.shift_tilings(row) if row.n * row.itemsize % 16 else [])]
-
-
-def name_of(tiling: Any) -> str:
-    if tiling is None:
-        return "shipped"
-    kept = [
-        f"{f.name}={getattr(tiling, f.name)}"
-        for f in dataclasses.fields(tiling)
-        if getattr(tiling, f.name) != f.default
-    ]
-    return " ".join([type(tiling).__name__, *kept])
 
 
 def shipped_call(row: Any, tensors: list[Any], real: bool = True) -> Call:
@@ -222,8 +209,15 @@ def measure(row: Any, usable: list[Any], wanted: bool, flush: torch.Tensor) -> d
         kept = [torch.empty(128, device="cuda") for _ in range(filler)]
         tensors = row.tensors("cuda")
 
-        def build(tiling: Any, given: list[Any] = tensors) -> Callable[[], Any]:
-            return functools.partial(prepare(row, tiling, given), *given)
+        care = special(row, tensors)
+
+        def build(tiling: Any, given: list[Any] = tensors, care: Any = care) -> Callable[[], Any]:
+            launch = prepare(row, tiling, given)
+            if care is not None:
+                wrong = pool.wrong_elements(launch(*care[0]), care[1], row)
+                if wrong:
+                    raise RuntimeError(f"{wrong} elements wrong of ties, NaN and -inf")
+            return functools.partial(launch, *given)
 
         runs = {name_of(t): functools.partial(build, t) for t in usable}
         iterations = 11 if isinstance(row, Row) and row.rows * row.n >= LONG else common.ITERATIONS
@@ -234,44 +228,12 @@ def measure(row: Any, usable: list[Any], wanted: bool, flush: torch.Tensor) -> d
     return found
 
 
-def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Two measurements of a row: the mean of the medians; a fault in either is kept."""
-    records = []
-    for first, second in zip(a["candidates"], b["candidates"], strict=True):
-        if "us" in first and "us" in second:
-            both = [first["us"], second["us"]]
-            records.append(first | {"us": statistics.mean(both), "places": both})
-        else:
-            records.append(second if "us" in first else first)
-    shared = a["baselines"].keys() & b["baselines"].keys()
-    baselines = {k: statistics.mean([a["baselines"][k], b["baselines"][k]]) for k in shared}
-    return {"candidates": records, "baselines": baselines}
-
-
-def summary(row: Any, found: dict[str, Any]) -> str:
-    """One line: what ships, the best, the peers."""
-    timed = sorted((c for c in found["candidates"] if "us" in c), key=lambda c: c["us"])
-    shipped = next((c["us"] for c in timed if c["name"] == "shipped"), float("nan"))
-    others = " ".join(f"{k} {v:.2f}" for k, v in sorted(found["baselines"].items()))
-    best = timed[0] if timed else {"us": float("nan"), "name": "none ran"}
-    per_ns = ""
-    if isinstance(row, Row) and row.label.startswith("width"):
-        per_ns = f" | {best['us'] * 1e6 / (row.rows * row.n):.3f} ps an element"
-    return (
-        f"{row.op:20s} {row.label:23s} {row.dtype:4s} shipped {shipped:8.2f} best "
-        f"{best['us']:8.2f} {others} | {best['name']}{per_ns}"
-    )
-
-
-def details(found: dict[str, Any]) -> None:
-    timed = sorted((c for c in found["candidates"] if "us" in c), key=lambda c: c["us"])
-    for c in timed[:TOP]:
-        print(f"    {c['us']:8.2f} low {c['low_us']:8.2f} {c['name']} {c.get('places', '')}")
-    failed = [c for c in found["candidates"] if "us" not in c]
-    for c in failed[:2]:
-        print(f"    failed: {c['name']}: {c['status'][-140:]!r}")
-    if len(failed) > 2:
-        print(f"    {len(failed)} failed")
+def special(row: Any, tensors: list[Any]) -> tuple[list[Any], list[torch.Tensor]] | None:
+    """Inputs of a pool where maxima need care, and the outputs."""
+    if not isinstance(row, pool.Row):
+        return None
+    given = pool.special(row, tensors)
+    return given, pool.reference(row, given)
 
 
 def main() -> None:
@@ -279,7 +241,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--seconds", type=float, default=110, help="no row starts after so long")
+    parser.add_argument("--seconds", type=float, default=100, help="no row starts after so long")
     options = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each of many processes
     start = time.time()
@@ -307,9 +269,10 @@ def main() -> None:
             lines.append(f"{row.op} {row.label} {type(error).__name__}: {error}"[:300])
             continue
         found["candidates"] += [{"name": name_of(t), "status": e} for t, e in bad.items()]
-        spills = {name_of(t): f for (r, t), f in resources.items() if r == row and t != "peer"}
+        more = {name_of(t): {"use": None if t is None else dataclasses.asdict(t)} | f
+                for (r, t), f in resources.items() if r == row and t != "peer"}  # fmt: skip
         for c in found["candidates"]:
-            c |= spills.get(c["name"], {})
+            c |= more.get(c["name"], {})
         results.append(dataclasses.asdict(row) | found)
         common.write_json(options.out / "behind.json", data)
         lines.append(summary(row, found))

@@ -41,6 +41,20 @@ def row_norms() -> Iterator[Case]:
         "fused_add_rms_norm inplace",
         lambda: F.fused_add_rms_norm(x.clone(), r.clone(), (1000,), w, inplace=True, **given),
     )
+    wide = [on_gpu(450, 8201), on_gpu(450, 8201), on_gpu(8201), on_gpu(8201)]  # across vectors
+    for op, operands in (
+        ("rms_norm", (0, 2)),
+        ("layer_norm", (0, 2, 3)),
+        ("fused_add_rms_norm", (0, 1, 2)),
+        ("fused_add_layer_norm", (0, 1, 2, 3)),
+    ):
+        x, *others = [wide[i] for i in operands]
+        rest = others[op.startswith("fused") :]
+        own = others[: len(others) - len(rest)]
+        yield (
+            f"{op} across vectors",
+            lambda op=op, x=x, own=own, rest=rest: getattr(F, op)(x, *own, (8201,), *rest, **given),
+        )
     from opkiln_norm import row_cluster
 
     # A plan is kept by shape, so every tiling has a number of rows of its own.
@@ -99,6 +113,9 @@ def channel_norms() -> Iterator[Case]:
         ("team", (4, 6, 16, 32), {"vector_bytes": 16, "team_warps": 1, "teams": 4, "vectors": 8}),
         ("team", (3, 6, 16, 32), {
             "vector_bytes": 16, "team_warps": 2, "teams": 1, "vectors": 4, "cluster": 2}),
+        ("team", (5, 6, 16, 32), {
+            "vector_bytes": 16, "team_warps": 1, "teams": 2, "vectors": 2, "grouped": True,
+            "through_l1": True}),
         ("columns", (24, 64), {"warps": 8, "rows": 4, "lanes": 32}),
         ("ring", (2, 3, 128, 256), {"threads": 128, "registers": 1, "shared": 1, "groups": 2}),
     ]  # fmt: skip
