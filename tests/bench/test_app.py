@@ -32,7 +32,7 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_groups_and_units(tmp_path: Path) -> None:
     done = bench(tmp_path, "--help")
     assert done.returncode == 0, done.stderr
-    assert "suite: auto, every, page_all, page_norm, smoke" in done.stdout
+    assert "suite: auto, every, held_back, page_all, page_norm, smoke" in done.stdout
     assert "budget_ms" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -67,7 +67,7 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, argument: str, message
     [
         ("reprot", "unknown command 'reprot'; the nearest is report; settings are name=value"),
         ("verfy", "the nearest is verify;"),
-        ("xyzzy", "the nearest is report, compare, history, verify, calibrate, collect, table;"),
+        ("xyzzy", "the nearest is report, compare, history, verify, calibrate, collect, table, t"),
     ],
 )
 def test_an_unknown_command_lists_the_nearest(tmp_path: Path, word: str, told: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from types import MappingProxyType
@@ -17,77 +17,28 @@ from typing import Any
 
 import yaml
 
+from opkiln_bench.row import ITEMSIZE, TORCH_NAMES, CatalogueError, Row, TensorRow
 from opkiln_bench.searchpath import workload_packages
 
-ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16, "i32": 4, "i64": 8}
-TORCH_NAMES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
-    "c64": "complex64",
-    "c128": "complex128",
-    "i32": "int32",
-    "i64": "int64",
-}
-
+__all__ = [
+    "ITEMSIZE",
+    "MODES",
+    "TORCH_NAMES",
+    "CatalogueError",
+    "Row",
+    "TensorRow",
+    "as_patterns",
+    "choose",
+    "in_mode",
+    "in_shard",
+    "in_suite",
+    "load_rows",
+    "parse_gradients",
+    "parse_rows",
+    "select",
+]
 
 MODES = ("fwd", "bwd", "all")
-
-
-class CatalogueError(ValueError):
-    """A row file or a pattern is wrong; one line."""
-
-
-@dataclass(frozen=True)
-class TensorRow:
-    """Shape, dtype (short name), fill: how it is filled (see inputs.py), a number or a list."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    fill: Any = "normal"
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One workload of one op in one dtype.
-
-    op, name: the op on the pages (RMSNormFwd) and in Python (rms_norm). function: the name in
-    opkiln.functional. pages: label on each page that shows the row. peak: which unit bounds it.
-    condition: how much the formula amplifies rounding errors (see opkiln.conformance.compare).
-    forward: the op whose gradient the row takes; function, tensors and args are then that op's.
-    """
-
-    op: str
-    name: str
-    function: str
-    family: str
-    label: str
-    dtype: str
-    tensors: dict[str, TensorRow]
-    args: dict[str, Any]
-    pages: dict[str, str]
-    peak: str = "vector"
-    condition: float = 1.0
-    model: str | None = None
-    note: str | None = None
-    where: str = ""  # the file
-    forward: str | None = None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.op, self.label, self.dtype
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.label} {self.dtype}"
 
 
 def _tensor(values: Sequence[Any], row_dtype: str, fill: Any, where: str) -> TensorRow:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from opkiln.conformance.tensors import storage_of
 
 from opkiln_bench.catalogue import Row
 from opkiln_bench.contestants import Contestant, Subject
@@ -57,7 +58,7 @@ def sample(outputs: Any) -> torch.Tensor | None:
 def change_input(subject: Subject) -> None:
     """Other values at the addresses of the first tensor. No op of the catalogue is even in it."""
     first = next(t for t in subject.tensors if t is not None and not_an_index(t))
-    first.neg_()
+    storage_of(first).neg_()  # all of it: an expanded tensor has elements in one place
 
 
 def not_an_index(t: torch.Tensor) -> bool:

@@ -112,7 +112,7 @@ def slices(subject: Subject) -> Iterator[Cut]:
 
 
 def reference_of(subject: Subject, cut: Cut) -> list[torch.Tensor]:
-    """The reference's visible outputs, then the inputs that it writes, in float64."""
+    """The reference's outputs that the call has, then the inputs that it writes, in float64."""
     how = SLICED.get(subject.spec.name)
     names = subject.spec.tensor_names
     cut_names = how.tensors if how else ()
@@ -122,10 +122,10 @@ def reference_of(subject: Subject, cut: Cut) -> list[torch.Tensor]:
     ]
     outs = subject.spec.reference(*tensors, **subject.params)
     outs = outs if isinstance(outs, tuple) else (outs,)
-    visible = [o for o in outs[: len(subject.spec.returns)] if o is not None]
+    here = [o for o, present in zip(outs, subject.call.present, strict=False) if present]
     written = subject.spec.mutates(subject.call)
     return [
-        *visible,
+        *here,
         *(t for n, t in zip(names, tensors, strict=True) if n in written and t is not None),
     ]
 

@@ -95,7 +95,7 @@ def collect(arguments: argparse.Namespace) -> int:
 
 def table(arguments: argparse.Namespace) -> int:
     import torch
-    from opkiln.measured import arch_of, user_table
+    from opkiln.measured import arch_of
 
     from opkiln_bench.records import RecordError, read_runs
     from opkiln_bench.table import write_own, write_tables
@@ -107,12 +107,18 @@ def table(arguments: argparse.Namespace) -> int:
         arch = arguments.arch or arch_of(torch.device("cuda", 0))
         if arch is None:
             raise RecordError("table: no GPU here; --arch sm90 says whose times these are")
-        written, left_out = write_own(runs, user_table(arch))
+        written, left_out = write_own(runs, arch)
     for path, entries in written.items():
         print(f"{entries} times in {path}")
     for reason, count in left_out.items():
         print(f"{count} rows left out: {reason}")
     return 0 if written else 1
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    from opkiln_bench.tune import tune
+
+    return tune(Path(arguments.step), Path(arguments.runs_dir), print)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -123,6 +129,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "calibrate": calibrate,
     "collect": collect,
     "table": table,
+    "tune": tune,
 }
 
 
@@ -158,6 +165,9 @@ def parser() -> argparse.ArgumentParser:
         help="file to write, {family} in it: one for each family; default: your own table",
     )
     p.add_argument("--arch", help="of your own table, such as sm90; default: this GPU's")
+    p = sub.add_parser("tune", help="measure and search the calls of a captured step")
+    p.add_argument("--from", dest="step", required=True, help="a file of opkiln.capture")
+    p.add_argument("--runs-dir", default="runs", help="folder for the run's record and pages")
     return root
 
 

@@ -13,6 +13,7 @@ import torch
 from opkiln import functional, road
 from opkiln.dispatch import consider, plan
 from opkiln.measured import bucket_of
+from opkiln.ops import CATALOGUE
 from opkiln.policy import DEFAULT
 from opkiln.registry import REGISTRY
 from opkiln.spec import Call, OpSpec
@@ -22,11 +23,7 @@ from opkiln_bench.gradients import gradient_call
 from opkiln_bench.inputs import make_inputs
 from opkiln_bench.peers import absent
 
-# with the integers in which max pools save where their maxima lie
-SHORT_NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()} | {
-    torch.uint8: "u8",
-    torch.int16: "i16",
-}
+SHORT_NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
 
 
 @dataclass
@@ -40,7 +37,7 @@ class Subject:
 
     @property
     def call(self) -> Call:
-        return Call.of(self.spec, self.tensors, self.params)
+        return Call.of(self.spec, self.tensors, self.params, needs_grad=self.row.train)
 
     @property
     def shown_tensors(self) -> dict[str, TensorRow]:
@@ -75,6 +72,11 @@ def canonical(function: str, arguments: dict[str, Any]) -> road.Bound:
 
 def bring(row: Row, device: torch.device) -> Subject:
     """A row's inputs on `device`, through the canonical form of the public function."""
+    if row.params is not None:
+        made = make_inputs(row, device)
+        captured = CATALOGUE[row.name]
+        given = [made.get(name) for name in captured.tensor_names]
+        return Subject(row, captured, given, dict(row.params))
     spec, tensors, params = canonical(row.function, {**make_inputs(row, device), **row.args})
     if spec.op != (row.forward or row.op):
         raise ValueError(f"{row}: opkiln.functional.{row.function} calls {spec.op}")
@@ -119,7 +121,8 @@ def enter(subject: Subject, backend: str) -> tuple[Contestant, Any]:
     """
     tensors = subject.fresh_tensors()
     start = time.perf_counter()
-    made = plan(subject.spec, tensors, subject.params, DEFAULT.only(backend))
+    policy = DEFAULT.only(backend)
+    made = plan(subject.spec, tensors, subject.params, policy, subject.row.train)
     result = made.launch(*tensors)
     if made.call.device.type == "cuda":
         torch.cuda.synchronize()
@@ -148,6 +151,8 @@ def bucket_entry(subject: Subject) -> dict[str, Any]:
 
 def shown_args(subject: Subject) -> dict[str, Any]:
     """The arguments of a row that a reader must be told: not defaults, not sizes in the shapes."""
+    if subject.row.params is not None:
+        return {name: v for name, v in subject.row.params.items() if v is not None}
     defaults = inspect.signature(getattr(functional, subject.row.function)).parameters
     dims = {word.lstrip("*") for t in subject.spec.tensors for word in t.dims.split()}
     return {

@@ -17,7 +17,18 @@ def make_inputs(row: Row, device: torch.device) -> dict[str, torch.Tensor]:
     for name, spec in row.tensors.items():
         of_input = STATISTICS.get(spec.fill) if isinstance(spec.fill, str) else None
         made[name] = of_input(made["input"]) if of_input else _filled(spec, device, generator)
+        if spec.stride is not None:
+            made[name] = strided(made[name], spec.stride)
     return made
+
+
+def strided(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The values of `x` in memory with these strides; of an expanded dim its first."""
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, stride, strict=True))
+    out = x.new_empty(span if x.numel() else 0).as_strided(x.shape, stride)
+    kept = tuple(slice(0, 1 if step == 0 else None) for step in stride)
+    out[kept].copy_(x[kept])
+    return out
 
 
 def channel_mean(x: torch.Tensor) -> torch.Tensor:
@@ -37,10 +48,11 @@ RANDOM = ("normal", "positive", "arange")
 
 def check_fill(fill: Any) -> None:
     """CatalogueError where `make_inputs` cannot fill a tensor so."""
-    known = isinstance(fill, list | int | float) or fill in (*RANDOM, *STATISTICS)
+    bounds = isinstance(fill, dict) and fill.keys() == {"low", "high"}
+    known = bounds or isinstance(fill, list | int | float) or fill in (*RANDOM, *STATISTICS)
     if not known:
         raise CatalogueError(
-            f"unknown fill {fill!r}: {', '.join((*RANDOM, *STATISTICS))}, a number or a list"
+            f"unknown fill {fill!r}: {', '.join((*RANDOM, *STATISTICS))}, number, list, bounds"
         )
 
 
@@ -54,6 +66,10 @@ def _filled(spec: TensorRow, device: torch.device, generator: torch.Generator) -
     if fill == "arange":
         return torch.arange(spec.shape[0], dtype=dtype, device=device)
     if isinstance(fill, list):
-        return torch.tensor(fill, dtype=dtype, device=device)
+        return torch.tensor(fill, dtype=dtype, device=device).reshape(spec.shape)
+    if isinstance(fill, dict):  # integers
+        low, high = fill["low"], fill["high"] + 1
+        drawn = torch.randint(low, high, spec.shape, device=device, generator=generator)
+        return drawn.to(dtype)
     check_fill(fill)
     return torch.full(spec.shape, fill, dtype=dtype, device=device)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from opkiln import own_table
 from opkiln.measured import SCHEMA
 from opkiln.ops import CATALOGUE
 
@@ -75,13 +76,18 @@ def entry_of(row: dict[str, Any], run: Run) -> dict[str, Any] | None:
     return {
         "op": row["name"],
         **row["bucket"],
-        "us": {backend: round(median_us(times(entry)), 3) for backend, entry in timed.items()},
+        "us": {backend: time_of(entry) for backend, entry in timed.items()},
         "host_us": {b: e["host_us"] for b, e in timed.items() if e.get("host_us") is not None},
         **({"roofline_us": round(roofline, 3)} if roofline else {}),
         "date": row["date"],
         "commit": row["commit"],
         "run": run.name,
     }
+
+
+def time_of(entry: dict[str, Any]) -> float:
+    """The median, or what a search came to (opkiln_bench.tune)."""
+    return float(entry.get("tuned_us") or round(median_us(times(entry)), 3))
 
 
 def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], Counter[str]]:
@@ -97,27 +103,68 @@ def write_tables(runs: Sequence[Run], out: str) -> tuple[dict[str, int], Counter
     for family, entries in families.items():
         if entries:
             path = Path(out.replace(FAMILY, family))
-            replace_file(path, as_text(gpu, entries))
+            head = {"schema": SCHEMA, "gpu": gpu}
+            replace_file(path, as_text(head, {"times": entries}))
             written[str(path)] = len(entries)
     return written, left_out
 
 
-def write_own(runs: Sequence[Run], path: Path) -> tuple[dict[str, int], Counter[str]]:
-    """Add the times to a user's table: those of the same calls are replaced, the others stay.
+def write_own(
+    runs: Sequence[Run], arch: str, tilings: Sequence[dict[str, Any]] = ()
+) -> tuple[dict[str, int], Counter[str]]:
+    """Add times, and tilings, to the user's table of the runs' machine and software.
 
-    RecordError where the table is of another GPU.
+    What it has of the same calls is replaced, the rest stays; a table that cannot be read is begun
+    anew. Other processes may do the same meanwhile. RecordError where the runs differ in machine
+    or software.
     """
     families, left_out = times_of(runs)
-    gpu, entries = one_gpu(runs), [entry for found in families.values() for entry in found]
+    entries = [entry for found in families.values() for entry in found]
+    made_with = identity_of(runs)
+    path = own_table.path_of(arch, made_with)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if before.get("gpu", gpu) != gpu:
-            raise RecordError(f"{path} is of {before['gpu']}, these runs are of {gpu}")
-        merged = {bucket_key(e): e for e in [*before.get("times", []), *entries]}
-        replace_file(path, as_text(gpu, [merged[key] for key in sorted(merged)]))
+        before = earlier(path, made_with)
+        head = {"schema": SCHEMA, "gpu": made_with["gpu"], "made_with": made_with}
+        lists = {
+            "tilings": merged(before.get("tilings", []), tilings),
+            "times": merged(before.get("times", []), entries),
+        }
+        replace_file(path, as_text(head, lists))
     return {str(path): len(entries)}, left_out
+
+
+def identity_of(runs: Sequence[Run]) -> own_table.Identity:
+    """The machine and the software that all of the runs had."""
+    one_gpu(runs)
+    found = []
+    for run in runs:
+        env = run.header["environment"]
+        made_with = own_table.identity(env["device"], env["driver"], env["torch"], env["versions"])
+        if made_with not in found:
+            found.append(made_with)
+    if len(found) != 1:
+        names = [n for n in found[0] if any(n not in f or f[n] != found[0][n] for f in found)]
+        raise RecordError(f"your own table is of one machine, these runs differ in {names[0]}")
+    return found[0]
+
+
+def earlier(path: Path, made_with: own_table.Identity) -> dict[str, Any]:
+    """A user's table as it is; empty where it is none, or does not serve."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        own_table.check(found, made_with)
+        merged(found.get("tilings", []), found["times"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return dict(found)
+
+
+def merged(before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of both, the new ones in place of those of the same calls."""
+    found = {bucket_key(entry): entry for entry in [*before, *new]}
+    return [found[key] for key in sorted(found)]
 
 
 def bucket_key(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,7 +179,10 @@ def replace_file(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def as_text(gpu: str, entries: Sequence[dict[str, Any]]) -> str:
+def as_text(head: dict[str, Any], lists: dict[str, Sequence[dict[str, Any]]]) -> str:
     """JSON with an entry a line, so that a diff shows which changed."""
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    return f'{{"schema": {SCHEMA}, "gpu": {json.dumps(gpu)}, "times": [\n{lines}\n]}}\n'
+    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    for name, entries in lists.items():
+        lines = ",\n".join(json.dumps(entry) for entry in entries)
+        parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
+    return f"{{{', '.join(parts)}}}\n"

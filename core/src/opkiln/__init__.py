@@ -1,8 +1,9 @@
 """opkiln: 36 GPU ops for PyTorch in independently installable families.
 
 `opkiln.functional` has the ops; `opkiln.use` and `backend=` choose who computes them;
-`opkiln.explain` says who does and why. `opkiln.nn` has them as modules; `opkiln.override_torch`
-serves torch's own calls with them.
+`opkiln.explain` says who does and why. `opkiln.nn` has them as modules; `opkiln.replace`
+serves a model's modules with them, `opkiln.override_torch` torch's own calls. `opkiln.capture`
+records a step's calls for `opkiln tune`.
 """
 
 import importlib
@@ -17,7 +18,12 @@ from opkiln.registry import Implementation, Refusal, inference_only, simple
 
 __version__ = "0.1.0"
 
-LAZY = {"nn": ("opkiln.nn", None), "override_torch": ("opkiln.override", "override_torch")}
+LAZY = {
+    "capture": ("opkiln.step", "capture"),
+    "nn": ("opkiln.nn", None),
+    "override_torch": ("opkiln.override", "override_torch"),
+    "replace": ("opkiln.replacing", "replace"),
+}
 
 __all__ = [
     "ArgumentError",
@@ -27,6 +33,7 @@ __all__ = [
     "Policy",
     "Refusal",
     "backends",
+    "capture",
     "explain",
     "functional",
     "hookimpl",
@@ -34,6 +41,7 @@ __all__ = [
     "nn",
     "ops",
     "override_torch",
+    "replace",
     "simple",
     "torch_library",
     "use",

@@ -22,6 +22,7 @@ from opkiln.overlap import share_memory, span_bytes
 from opkiln.policy import Policy
 from opkiln.registry import REGISTRY, Implementation, Launch, Refusal
 from opkiln.spec import Call, OpSpec
+from opkiln.watch import watched
 
 MAX_PLANS = 4096
 FAMILY_DISTRIBUTION = {f: f"opkiln-{f}" for f in ("norm", "conv", "pool", "rope", "misc")}
@@ -166,7 +167,7 @@ def plan(
                 raise
             _warn_once(impl, f"could not prepare a call, {type(error).__name__}: {error}")
             continue
-        return Plan(call, impl, _guard(call, launch), why)
+        return Plan(call, impl, watched(call, _guard(call, launch)), why)
     raise AssertionError("ranked() returns at least one implementation")
 
 

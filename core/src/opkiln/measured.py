@@ -3,8 +3,7 @@
 A family's distribution may hold `measured/<arch>.json` (`sm90.json`), which `opkiln-bench table`
 writes from records: for each bucket of calls the median time of `opkiln` and of `torch`.
 
-The user's own table, `opkiln/measured/<arch>.json` in the configuration folder, goes before these
-where it is as near; it serves the GPU that it was measured on alone.
+The user's own table (opkiln.own_table) goes before these where it is as near.
 
 A bucket is an op, a kind and size numbers. Kind: what must be equal (dtype, number of dims, flags
 such as `training`, whether memory is strided). Sizes: the dims of the first tensor and of every
@@ -17,23 +16,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from opkiln import own_table
 from opkiln.meta import dtype_name
 from opkiln.registry import ENTRY_POINT_GROUP, REGISTRY, Implementation
 from opkiln.spec import Call
 
-SCHEMA = 1
+SCHEMA = own_table.SCHEMA
 FOLDER = "measured"
 REACH = 2.0  # octaves: a factor of 4
 NOISE = 0.03  # what two sweeps of the same code may differ by; less is no reason to choose
@@ -123,8 +121,7 @@ Source = tuple[str, Callable[[], list[Entry]]]
 @cache
 def tables(arch: str) -> Table:
     """(op, kind) -> entries for this architecture, the user's own before the shipped; read once."""
-    own = user_table(arch)
-    return joined([(str(own), partial(read_own, own)), *shipped_files(arch)])
+    return joined([("your own table", partial(read_own, arch)), *shipped_files(arch)])
 
 
 def shipped(arch: str) -> Table:
@@ -164,21 +161,10 @@ def read(package: str, arch: str) -> list[Entry]:
     return parse(document, f"{package}/{FOLDER}/{arch}.json")
 
 
-def user_table(arch: str) -> Path:
-    """Where a user's own times for an architecture are kept."""
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "opkiln" / FOLDER / f"{arch}.json"
-
-
-def read_own(path: Path) -> list[Entry]:
-    """The entries of a user's table; none where there is no file. ValueError for another GPU's."""
-    if not path.is_file():
-        return []
-    document = json.loads(path.read_text(encoding="utf-8"))
-    found = parse(document, path.name)
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    if document["gpu"] != here:
-        raise ValueError(f"is of {document['gpu']}, here is {here}; not used")
+def read_own(arch: str) -> list[Entry]:
+    """The entries of the user's table that serves this process; none where there is none."""
+    document = own_table.document(arch)
+    found = parse(document, "your table") if document else []
     return [replace(entry, source=f"your table, {entry.source}") for entry in found]
 
 

@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Implementation:
         allocated inside with exactly their shape, dtype and strides: one tensor, or a tuple.
     priority: the largest that supports a call is chosen where nothing was measured.
     auto: False: reachable by name only. traits: "deterministic", "batch_invariant".
+    tilings(call): launch parameters to try, the present ones first, then some that differ from them
+        in little (opkiln.tilings); JSON. None: nothing can be tuned.
     """
 
     op: str
@@ -58,6 +60,7 @@ class Implementation:
     priority: int = 0
     auto: bool = True
     traits: frozenset[str] = frozenset()
+    tilings: Callable[[Call], Sequence[Mapping[str, Any]]] | None = None
 
 
 def accepts_everything(call: Call) -> Refusal | None:

@@ -1,7 +1,8 @@
-"""The commands: doctor, list, explain, conform. Errors are one line; exit codes 0, 1, 2."""
+"""The commands: doctor, list, explain, conform, tune. Errors are one line; exit codes 0, 1, 2."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -224,3 +225,21 @@ def conform(
     write(report)
     click.echo(str(report))
     return 0 if report.ok else FINDING
+
+
+@opkiln.command()
+@click.option("--from", "step", required=True, help="A file that opkiln.capture wrote.")
+@click.option("--runs-dir", default="runs", show_default=True, help="For the record and its pages.")
+def tune(step: str, runs_dir: str) -> int:
+    """Measure the calls of a captured step, search their launch parameters, keep the best.
+
+    They go to your own table, which the next process uses. Needs a GPU and opkiln-bench.
+    """
+    try:
+        commands = importlib.import_module("opkiln_bench.commands")
+    except ModuleNotFoundError as error:
+        if error.name != "opkiln_bench":
+            raise
+        raise click.UsageError("tune needs the bench: pip install opkiln-bench") from error
+    code: int = commands.main(["tune", "--from", step, "--runs-dir", runs_dir])
+    return code

@@ -103,11 +103,11 @@ def check_first_row(case: Case, call: Call, outs: Tensors) -> None:
             raise Fault(f"{name} of the first row depends on how many rows there are")
 
 
-def check_changed_input(
-    case: Case, backend: str, bound: Bound, call: Call, launch: Launch
-) -> None:
+def check_changed_input(case: Case, backend: str, bound: Bound, call: Call, launch: Launch) -> None:
     """Other values at the same addresses: a result kept for these tensors shows."""
-    x = next(x for x in bound.tensors if x is not None and (x.is_floating_point() or x.is_complex()))
+    x = next(
+        x for x in bound.tensors if x is not None and (x.is_floating_point() or x.is_complex())
+    )
     x.neg_()
     expected = expected_of(bound, call)
     found = [*run(launch, bound), *written(bound, call)]

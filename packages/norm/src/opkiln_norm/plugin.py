@@ -46,10 +46,25 @@ def load_row_norm() -> Prepare:
     return prepare
 
 
+def row_norm_candidates(call: Call) -> list[dict[str, Any]]:
+    """What `opkiln tune` tries."""
+    from opkiln_norm import row_search
+
+    return row_search.candidates(call)
+
+
 def row_norm(op: str) -> Implementation:
     version = metadata.version("opkiln-norm")
     return Implementation(
-        op, "opkiln", version, 1, supports_row_norm, load_row_norm, priority=10, traits=ROW_TRAITS
+        op,
+        "opkiln",
+        version,
+        1,
+        supports_row_norm,
+        load_row_norm,
+        priority=10,
+        traits=ROW_TRAITS,
+        tilings=row_norm_candidates,
     )
 
 

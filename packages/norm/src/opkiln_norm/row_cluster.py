@@ -15,10 +15,12 @@ from importlib import import_module, resources
 from typing import Any
 
 import torch
+from opkiln import tilings
 from opkiln.device import cuda
 
 from opkiln_norm import row_layout, row_plan
 
+KERNEL = "row_cluster"  # what a tiling of the user's is for
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MAX_CLUSTER = 16  # of an H200
 EXTRA = "opkiln-norm[cu13]"
@@ -206,6 +208,14 @@ def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> b
     )
 
 
+def chosen(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
+    """The user's tiling, else the table's, else the rule's; None where the Triton kernel serves."""
+    if tilings.of(call) is not None:
+        own = tilings.taken(call, KERNEL, ClusterTiling)
+        return own and (own, "your table")
+    return tuned(call, n, rows) or rule(call, n, rows)
+
+
 def plan_for(call: Any) -> ClusterPlan | None:
     """The plan of a call that the table or the rule covers, if vectors can read its tensors."""
     if call.spec.name not in OPS:
@@ -214,7 +224,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
     split = x.ndim - len(call.params.normalized_shape)
     n, rows = row_plan.extent(x.shape, split)
     regime = row_plan.regime_of(call, rows)
-    found = tuned(call, n, regime) or rule(call, n, regime)
+    found = chosen(call, n, regime)
     if found is None:
         return None
     tiling, label = found

@@ -1,7 +1,8 @@
 """How a row norm is launched: the layout of its rows, and the tiling chosen for them.
 
-A tiling comes from the measured table (tuning/sm90.json) where it names the call's op, element
-size, N and number of rows, else from `rule`. Only tiles, flags and alignment are compiled in.
+A tiling comes from the user's own table where it has the call, else from the measured table
+(tuning/sm90.json) where it names the call's op, element size, N and number of rows, else from
+`rule`. Only tiles, flags and alignment are compiled in.
 """
 
 import functools
@@ -13,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 import torch
+from opkiln import tilings
 
 from opkiln_norm.row_layout import (
     Operand,
@@ -22,6 +24,7 @@ from opkiln_norm.row_layout import (
     operands_of,
 )
 
+KERNEL = "row_norm"  # what a tiling of the user's is for
 MAX_ALIGN = 16  # elements; more earns no wider load for the dtypes served
 FEW_ROWS = 128  # fewer than the multiprocessors of an H200 (132): latency counts, not bandwidth
 RESIDENT_BYTES = 65536  # longest row that 32 warps hold in registers with room for the affine
@@ -48,7 +51,8 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """A tiling and the rows it is for. `source`: "rule", or the label of the table's row.
+    """A tiling and the rows it is for. `source`: "rule", "your table", or the label of the table's
+    row.
 
     operands: x, r, w, b, g of the kernel; strides of dense ones in units of `align`. shift: the
     kernel's SHIFT.
@@ -246,8 +250,9 @@ def plan_for(call: Any) -> RowPlan:
     sizes, operands = operands_of(call, split)
     align = alignment(call, split, n)
     regime = regime_of(call, rows)
-    found = None
-    if operands[0].stride_n is None:
+    own = tilings.taken(call, KERNEL, Tiling)
+    found = own and (own, "your table")
+    if found is None and operands[0].stride_n is None:
         op = call.spec.name.removesuffix("_inplace")
         found = tuned(op, x.dtype.itemsize, n, regime)
     added = operands[1].strides is not None

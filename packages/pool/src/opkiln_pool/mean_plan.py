@@ -4,8 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from opkiln import tilings
+
 from opkiln_pool.pool_plan import power_of_two, tuning_rows
 
+KERNEL = "mean_pooling"  # what a tiling of the user's is for
 MAX_SEQUENCES = 1024  # offsets that a program looks at together
 
 
@@ -81,7 +84,8 @@ def plan_for(call: Any) -> MeanPlan:
     steps = [s // align for s in x.stride[:3]]
     whole = flat and align == 16 // itemsize
     found = tuned(call) if whole else None
-    tiling = found or rule(itemsize, columns, chunk_size, whole)
+    own = tilings.taken(call, KERNEL, MeanTiling)
+    tiling = own or found or rule(itemsize, columns, chunk_size, whole)
     sequences = 0 if offsets is None else offsets.shape[0] - 1
     constexprs = {
         "D": dim,

@@ -30,6 +30,13 @@ def supports(call: Call) -> Refusal | None:
     return triton_refusal(call.device)
 
 
+def candidates(call: Call) -> list[dict[str, Any]]:
+    """What `opkiln tune` tries."""
+    from opkiln_pool import pool_search
+
+    return pool_search.candidates(call)
+
+
 def load_pool() -> Prepare:
     from opkiln_pool.variants import prepare
 
@@ -47,6 +54,16 @@ def opkiln_implementations() -> list[Any]:
     version = metadata.version("opkiln-pool")
     loaders = dict.fromkeys(POOLS, load_pool) | {"mean_pooling": load_mean_pooling}
     return [
-        Implementation(op, "opkiln", version, 1, supports, loader, priority=10, traits=TRAITS)
+        Implementation(
+            op,
+            "opkiln",
+            version,
+            1,
+            supports,
+            loader,
+            priority=10,
+            traits=TRAITS,
+            tilings=candidates,
+        )
         for op, loader in loaders.items()
     ]

@@ -1,7 +1,7 @@
 """How a pool is launched: which kernel serves a geometry, with which tiling and arguments.
 
-A tiling comes from the measured table (tuning/sm90.json) where it names the call's op, element
-size, plane and window, else from `rule`.
+A tiling comes from the user's own table where it has the call, else from the measured table
+(tuning/sm90.json) where it names the call's op, element size, plane and window, else from `rule`.
 """
 
 import functools
@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from opkiln import tilings
+
 from opkiln_pool.geometry import Geometry, compute_in_f32, geometry_of, pairs_in_asm
 
+KERNEL = "pool"  # what a tiling of the user's is for
 UNROLLED_TAPS = 64  # more taps than this run as a loop
 PATCH_COLUMNS = 40  # columns of a row that a thread may hold
 PATCH_ROWS = 32  # input rows under an output
@@ -45,8 +48,8 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """A tiling, the grid, and the kernel's arguments after its tensors. `source`: "rule", or the
-    label of the table's row.
+    """A tiling, the grid, and the kernel's arguments after its tensors. `source`: "rule",
+    "your table", or the label of the table's row.
     """
 
     tiling: Tiling
@@ -167,7 +170,8 @@ def tuned(op: str, g: Geometry) -> tuple[Tiling, str] | None:
 def plan_for(call: Any) -> PoolPlan:
     """The plan of a call of any pool but mean_pooling."""
     g = geometry_of(call)
-    found = tuned(call.spec.name, g)
+    own = tilings.taken(call, KERNEL, Tiling)
+    found = (own, "your table") if own else tuned(call.spec.name, g)
     tiling, source = found or (rule(g), "rule")
     f32 = compute_in_f32(g.reduce, call.tensors.input.dtype, call.device)
     make = {"patch": patch, "taps": taps, "plane": plane, "strip": strip}[tiling.variant]
