@@ -1,7 +1,8 @@
-"""opkiln doctor | list | explain: output, JSON, exit codes, one-line errors."""
+"""opkiln doctor | list | explain | tune: output, JSON, exit codes, one-line errors."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -235,3 +236,16 @@ def test_conform_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.Monk
     kept = json.loads(file.read_text())
     assert [op["op"] for op in kept["ops"]] == ["fft"]
     assert (kept["finished"], kept["ok"]) == (False, False)
+
+
+def test_tune_needs_the_bench_and_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = invoke("tune", "--from", str(tmp_path / "none.json"))
+    assert missing.exit_code == 2 and "No such file" in missing.stderr
+
+    def import_module(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="opkiln_bench")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    without = invoke("tune", "--from", "step.json")
+    assert without.exit_code == 2
+    assert without.stderr == "opkiln: tune needs the bench: pip install opkiln-bench\n"

@@ -33,7 +33,7 @@ def identity(
 ) -> Identity:
     """What figures depend on. versions: of distributions; those that matter are taken."""
     own = {name: versions[name] for name in DISTRIBUTIONS if name in versions}
-    return {"gpu": gpu, "driver": driver or "unknown", "torch": torch_version, **own}
+    return {"gpu": gpu, "driver": driver or "unknown", "torch": str(torch_version), **own}
 
 
 @cache
