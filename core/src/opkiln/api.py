@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from opkiln import functional, road
@@ -37,11 +38,28 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     """The canonical call behind `fn(*args, **kwargs)`, which is not run."""
     if getattr(functional, getattr(fn, "__name__", ""), None) is not fn:
         raise ArgumentError(f"opkiln.explain: {fn!r} is no function of opkiln.functional")
+    found = captured(partial(fn, *args, **kwargs))
+    if found is None:
+        raise AssertionError(f"{fn.__name__} did not reach road.run")
+    return found
+
+
+def captured(call: Callable[[], Any]) -> Call | None:
+    """The first call of an op that `call()` comes to, which is not run; None: it comes to none."""
     try:
         with road.capturing():
-            fn(*args, **kwargs)
+            call()
     except road.Captured as found:
         bound = found.bound
         grad = bound.spec.backward is not None and road.wants_gradient(bound.tensors)
         return Call.of(bound.spec, bound.tensors, bound.params, found.policy, grad)
-    raise AssertionError(f"{fn.__name__} did not reach road.run")
+    return None
+
+
+def representable(call: Callable[[], Any]) -> bool:
+    """Whether the op that `call()` comes to takes its arguments."""
+    try:
+        captured(call)
+    except (ArgumentError, TypeError):
+        return False
+    return True

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from opkiln import functional
-from opkiln.api import capture
+from opkiln.api import representable
 from opkiln.errors import ArgumentError
 from opkiln.road import PLAIN
 
@@ -25,6 +27,7 @@ SAME_NAME = (
 )
 WITH_INDICES = ("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d")
 DEVICES = ("cpu", "cuda")
+KINDS = (*PLAIN, FakeTensor)  # fake ones: torch.export
 
 # torch's function: ours, and the arguments that torch's name stands for
 SERVED: dict[Any, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -64,7 +67,9 @@ class Override(TorchFunctionMode):
             try:
                 out = ours(*args, **given, backend=self.backend)
             except (ArgumentError, TypeError):
-                if representable(ours, args, given):  # then it is no matter of the arguments
+                if representable(
+                    partial(ours, *args, **given)
+                ):  # then it is no matter of the arguments
                     raise
             else:
                 self.served[name] += 1
@@ -85,14 +90,5 @@ def override_torch(backend: str | None = None) -> Override:
 def is_ours(value: Any) -> bool:
     """No tensor, or one of a kind that opkiln computes with."""
     return not isinstance(value, torch.Tensor) or (
-        type(value) in PLAIN and value.device.type in DEVICES
+        type(value) in KINDS and value.device.type in DEVICES
     )
-
-
-def representable(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `fn`, one of opkiln.functional, takes these arguments."""
-    try:
-        capture(fn, *args, **kwargs)
-    except (ArgumentError, TypeError):
-        return False
-    return True

@@ -47,16 +47,18 @@ def batch_norm(self: Any, input: Tensor, *, backend: str | None = None) -> Tenso
     self._check_input_dim(input)
     momentum = 0.0 if self.momentum is None else self.momentum
     tracked = self.track_running_stats
-    if self.training and tracked and self.num_batches_tracked is not None:
-        self.num_batches_tracked.add_(1)
-        if self.momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
+    counted = self.training and tracked and self.num_batches_tracked is not None
+    if counted and self.momentum is None:
+        momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
     mean, var = self.running_mean, self.running_var
     by_batch = self.training or (mean is None and var is None)
     if self.training and not tracked:
         mean = var = None
     weights = (self.weight, self.bias)
-    return F.batch_norm(input, mean, var, *weights, by_batch, momentum, self.eps, backend=backend)
+    out = F.batch_norm(input, mean, var, *weights, by_batch, momentum, self.eps, backend=backend)
+    if counted:  # last: a call that is refused has changed nothing
+        self.num_batches_tracked.add_(1)
+    return out
 
 
 class BatchNorm1d(Served, torch.nn.BatchNorm1d):
