@@ -91,14 +91,20 @@ class Geometry:
 
     def unit(self, limit: int, unit_dim: int = 4) -> int:
         """The largest power of two up to `limit` that divides every stride but `unit_dim`'s, 1."""
-        if not self.aligned or self.strides[unit_dim] != 1:
-            return 1
         counts = (*self.plane_count, *self.sizes)
-        others = [
-            s for i, (n, s) in enumerate(zip(counts, self.strides, strict=True))
-            if n > 1 and i != unit_dim
-        ]  # fmt: skip
-        return math.gcd(limit, *others)
+        return common_unit(limit, counts, self.strides, unit_dim) if self.aligned else 1
+
+
+def common_unit(
+    limit: int, counts: tuple[int, ...], strides: tuple[int, ...], unit_dim: int
+) -> int:
+    """What divides `limit` and all strides of dims with several elements but `unit_dim`'s, which is
+    1; else 1.
+    """
+    if strides[unit_dim] != 1:
+        return 1
+    dims = enumerate(zip(counts, strides, strict=True))
+    return math.gcd(limit, *[s for i, (n, s) in dims if n > 1 and i != unit_dim])
 
 
 def three(values: Any, fill: int) -> Dims:

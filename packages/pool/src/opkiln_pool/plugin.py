@@ -37,6 +37,21 @@ def candidates(call: Call) -> list[dict[str, Any]]:
     return pool_search.candidates(call)
 
 
+def supports_backward(call: Call) -> Refusal | None:
+    grad, offset = call.tensors.grad_out, getattr(call.tensors, "offset", None)
+    if grad.dtype not in DTYPES:
+        return Refusal(f"serves float16, bfloat16 and float32, grad_out is {grad.dtype}")
+    if offset is not None and offset.shape != grad.shape:
+        return Refusal(f"grad_out is {list(grad.shape)}, but offset {list(offset.shape)}")
+    if grad.numel == 0:
+        return Refusal("no window has a gradient")
+    if "pool3d" in call.spec.name and grad.ndim == 4 and grad.channels_last:
+        return Refusal("an unbatched volume with its depth innermost in memory")
+    if call.spec.name.startswith("mean") and grad.channels_last:
+        return Refusal("gradients whose chunks are innermost in memory")
+    return triton_refusal(call.device)
+
+
 def load_pool() -> Prepare:
     from opkiln_pool.variants import prepare
 
@@ -49,11 +64,41 @@ def load_mean_pooling() -> Prepare:
     return prepare
 
 
+def load_pool_backward() -> Prepare:
+    from opkiln_pool.pool_backward import prepare
+
+    return prepare
+
+
+def load_mean_backward() -> Prepare:
+    from opkiln_pool.mean_backward import prepare
+
+    return prepare
+
+
+def backwards() -> list[Implementation]:
+    version = metadata.version("opkiln-pool")
+    loaders = dict.fromkeys(POOLS, load_pool_backward) | {"mean_pooling": load_mean_backward}
+    return [
+        Implementation(
+            f"{op}_backward",
+            "opkiln",
+            version,
+            1,
+            supports_backward,
+            loader,
+            priority=10,
+            traits=TRAITS,
+        )
+        for op, loader in loaders.items()
+    ]
+
+
 @hookimpl
 def opkiln_implementations() -> list[Any]:
     version = metadata.version("opkiln-pool")
     loaders = dict.fromkeys(POOLS, load_pool) | {"mean_pooling": load_mean_pooling}
-    return [
+    forwards = [
         Implementation(
             op,
             "opkiln",
@@ -67,3 +112,4 @@ def opkiln_implementations() -> list[Any]:
         )
         for op, loader in loaders.items()
     ]
+    return [*forwards, *backwards()]

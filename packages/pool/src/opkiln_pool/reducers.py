@@ -195,13 +195,17 @@ def counted(start, size, K: tl.constexpr, PADDING: tl.constexpr, INCLUDE_PAD: tl
 
 @triton.jit
 def explode(x, BLOCK: tl.constexpr, N: tl.constexpr):
-    """The columns of x [BLOCK, N] as N tensors [BLOCK]; nothing moves between threads. N: 4, 8."""
-    even, odd = tl.split(tl.reshape(x, [BLOCK, N // 2, 2]))
-    if N == 4:
+    """The columns of x [BLOCK, N] as N tensors [BLOCK], in the same threads. N: 2, 4 or 8."""
+    if N == 2:
+        x0, x1 = tl.split(x)
+        columns = (x0, x1)
+    elif N == 4:
+        even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2]))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
         columns = (x0, x1, x2, x3)
     else:
+        even, odd = tl.split(tl.reshape(x, [BLOCK, 4, 2]))
         e0, e1, e2, e3 = explode(even, BLOCK, 4)
         o0, o1, o2, o3 = explode(odd, BLOCK, 4)
         columns = (e0, o0, e1, o1, e2, o2, e3, o3)

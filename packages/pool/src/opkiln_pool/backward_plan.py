@@ -1,0 +1,213 @@
+"""How the gradient of a pool is launched: which kernel serves it, with which tiling and arguments.
+
+A tiling comes from the measured table (tuning/sm90.json) where it names the call's op, element
+size, plane and window, else from `rule`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from opkiln_pool.geometry import Geometry, lowest_terms
+from opkiln_pool.gradient import Gradient, gradient_of, in_units
+from opkiln_pool.pool_plan import key_of, power_of_two, tuning_rows
+
+UNROLLED_WINDOWS = 32  # more windows than this run as a loop
+CELL_SUMS = 64  # elements that a thread may sum
+CELL_STEPS = 512  # additions of a thread, compiled as straight code
+CELL_WINDOWS = 128  # windows that a thread may load
+HALO = 8  # windows that it may load beside its own, along a row
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTiling:
+    """What the tuning table sets.
+
+    variant: "cells" or "gather", the kernel. block: items a program. v: cells of a row a thread
+    (cells). static: sizes and strides compiled in. cache: hint for the stores.
+    """
+
+    variant: str
+    block: int
+    num_warps: int
+    v: int = 1
+    static: bool = False
+    cache: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """A tiling, the grid, and the kernel's arguments after its tensors. `source`: "rule", or the
+    label of the table's row.
+    """
+
+    tiling: BackwardTiling
+    source: str
+    grid: int
+    arguments: tuple[Any, ...]
+    constexprs: dict[str, Any]
+
+
+def holders(g: Geometry) -> tuple[int, ...]:
+    """For each dim, the most windows that hold an element."""
+    if g.adaptive:
+        return tuple(-(-(p - 1 + q) // p) for p, q in lowest_terms(g.sizes, g.outs))
+    spans = ((k - 1) * d + 1 for k, d in zip(g.kernel, g.dilation, strict=True))
+    return tuple(min(-(-span // s), n) for span, s, n in zip(spans, g.stride, g.outs, strict=True))
+
+
+def axis_taps(
+    kernel: int, stride: int, padding: int, dilation: int
+) -> tuple[int, int, tuple[int, ...]]:
+    """(FIRST, NEAR, TAPS) along one dim of `window_cells`: element q * stride + r is tap
+    TAPS[i * stride + r] of window q + FIRST + i, i < NEAR, or outside it where that is -1.
+    """
+    found = {}
+    for tap in range(kernel):
+        delta, r = divmod(tap * dilation - padding, stride)
+        found[-delta, r] = tap
+    first, last = (f(delta for delta, _ in found) for f in (min, max))
+    near = last - first + 1
+    taps = [found.get((first + i, r), -1) for i in range(near) for r in range(stride)]
+    return first, near, tuple(taps)
+
+
+def all_taps(g: Geometry) -> tuple[Any, Any, Any]:
+    """(FIRST, NEAR, TAPS) of `window_cells`."""
+    dims = zip(g.kernel, g.stride, g.padding, g.dilation, strict=True)
+    first, near, taps = zip(*(axis_taps(*dim) for dim in dims), strict=True)
+    return first, near, taps
+
+
+def piece(g: Geometry, v: int) -> int:
+    """Elements of a row that are stored together: the largest power of two up to 16 bytes that
+    divides v cells.
+    """
+    row = v * g.stride[2]
+    return min(row & -row, 16 // g.itemsize)
+
+
+def cells_fit(g: Geometry, v: int) -> bool:
+    """Whether cells_kernel serves a pool with v cells a thread, in code of bounded size."""
+    if g.adaptive or g.channels_last or v * math.prod(g.stride) > CELL_SUMS:
+        return False
+    if v * math.prod(g.kernel) > CELL_STEPS:
+        return False
+    depths, rows, columns = all_taps(g)[1]
+    return columns <= HALO + 1 and depths * rows * (v + columns - 1) <= CELL_WINDOWS
+
+
+def reads_vectors(b: Gradient, v: int) -> bool:
+    """Whether v windows of a row are one vector, whole or outside the row."""
+    whole = v > 1 and b.pool.outs[2] % v == 0
+    return whole and all(t.unit(v, b.counts, 4) == v for t in b.read)
+
+
+def rule(b: Gradient) -> BackwardTiling:
+    """A tiling for any gradient, where the table is silent."""
+    g = b.pool
+    vector = 16 // g.itemsize
+    if g.sizes[2] % vector == 0:
+        v = vector // math.gcd(vector, g.stride[2])
+    else:  # rows do not start at vectors: few cells, so that neighbours load neighbours
+        v = max(4 // g.stride[2], 1)
+        v = power_of_two(v)
+    while v > 1 and not cells_fit(g, v):
+        v //= 2
+    if cells_fit(g, v):
+        return BackwardTiling("cells", 128, 4, v=v)
+    single = not g.channels_last and g.sizes[2] % 2 == 1  # else a vector a thread
+    return BackwardTiling("gather", 256 if single else 128, 4, static=g.adaptive)
+
+
+def tuned(op: str, b: Gradient) -> tuple[BackwardTiling, str] | None:
+    """The table's row for this gradient in its plain layout."""
+    step = math.prod(b.pool.outs)
+    _, h, w = b.pool.outs
+    dense = (step, 0, h * w, w, 1)
+    for t in b.read:
+        seen = zip(b.counts, t.strides, dense, strict=True)
+        if b.channels is not None or any(n > 1 and s != want for n, s, want in seen):
+            return None
+        if not t.aligned:
+            return None
+    key = key_of(op, b.pool)
+    for row in tuning_rows():
+        if all(row.get(k) == v for k, v in key.items()):
+            return BackwardTiling(**row["use"]), row["label"]
+    return None
+
+
+def plan_for(call: Any, tiling: BackwardTiling | None = None) -> BackwardPlan:
+    """The plan of a backward call; of a tiling that a probe or a test asks for."""
+    b = gradient_of(call)
+    found = (tiling, "given") if tiling else tuned(call.spec.name, b)
+    use, source = found or (rule(b), "rule")
+    make = {"cells": cells, "gather": gather}[use.variant]
+    return BackwardPlan(use, source, *make(b, use))
+
+
+Launch = tuple[int, tuple[Any, ...], dict[str, Any]]
+
+
+def cells(b: Gradient, t: BackwardTiling) -> Launch:
+    g = b.pool
+    vectors = reads_vectors(b, t.v)
+    unit = t.v if vectors else 1
+    strides = in_units(b.grad.strides, unit), b.offset_strides(unit)
+    first, near, taps = all_taps(g)
+    n = [-(-size // s) for size, s in zip(g.sizes, g.stride, strict=True)]
+    items = g.planes * n[0] * n[1] * -(-n[2] // t.v)
+    constexprs = {
+        "SHAPE": (g.sizes, g.outs, *strides) if t.static else None,
+        **dict(zip(("TD", "TH", "TW"), taps, strict=True)),
+        "FIRST": first,
+        "NEAR": near,
+        "KERNEL": g.kernel,
+        "STRIDE": g.stride,
+        "PADDING": g.padding,
+        "DIVISOR": g.divisor,
+        "VECTOR": vectors,
+        "V": t.v,
+        "PIECE": piece(g, t.v),
+        "EVEN": g.sizes[2] % piece(g, t.v) == 0,
+        "BLOCK": t.block,
+        "WIDE": b.wide,
+        "CACHE": t.cache,
+    }
+    arguments = (g.sizes, g.outs, b.channels, *strides, items, g.scale, *constexprs.values())
+    return -(-items // t.block), arguments, constexprs
+
+
+def gather(b: Gradient, t: BackwardTiling) -> Launch:
+    g = b.pool
+    vec, channels = math.gcd(16 // g.itemsize, g.sizes[2]), b.channels
+    vectors = False
+    if g.channels_last and channels is not None:
+        vec = math.gcd(16 // g.itemsize, channels)
+        vectors = all(r.unit(vec, b.counts, 1) == vec for r in b.read)
+        vec = vec if vectors else 1
+        channels //= vec
+    unit = vec if vectors else 1
+    strides = in_units(b.grad.strides, unit), b.offset_strides(unit)
+    items = g.planes * math.prod(g.sizes) // vec
+    windows = holders(g)
+    constexprs = {
+        "SHAPE": (g.sizes, g.outs, *strides) if t.static else None,
+        "KERNEL": g.kernel,
+        "STRIDE": g.stride,
+        "PADDING": g.padding,
+        "DILATION": g.dilation,
+        "HOLDERS": windows,
+        "DIVISOR": g.divisor,
+        "ADAPTIVE": g.adaptive,
+        "CHANNELS_LAST": g.channels_last,
+        "VECTOR": vectors,
+        "UNROLL": math.prod(windows) <= UNROLLED_WINDOWS,
+        "VEC": vec,
+        "BLOCK": t.block,
+        "WIDE": b.wide,
+        "CACHE": t.cache,
+    }
+    arguments = (g.sizes, g.outs, channels, *strides, items, g.scale, *constexprs.values())
+    return -(-items // t.block), arguments, constexprs
