@@ -57,6 +57,7 @@ midres-5x5-s1               f16  1x64x56x56       128x64x5x5       13.33 16.0   
 stage-transition-5x5-s2     f16  1x128x56x56      256x128x5x5      17.44 22.2   s=2 p=2
 deeplabv3-aspp-3x3-rate12   f16  1x2048x32x32     256x2048x3x3     75.2  88.9   p=12 d=12
 highres-3x3-s1              f16  1x256x112x112    512x256x3x3      68.70 79.0   p=1
+highres-3x3-s1-bias         f16  1x256x112x112    512x256x3x3      68.70 79.0   p=1 b=1
 encodec-init                f16  1x1x24000        32x1x7           4.67  3.55
 wav2vec2-layer1             f16  1x1x16000        512x1x10         6.69  6.66   s=5
 encodec-deep                f16  1x128x600        256x128x10       13.47 12.0
@@ -123,7 +124,9 @@ def read_rows(only: str) -> list[Row]:
     for line in ROWS.strip().splitlines():
         label, dtype, shape, weight, bar, page, *options = line.split()
         x, w = (tuple(map(int, s.split("x"))) for s in (shape, weight))
-        rows.append(Row(label, dtype, x, w, float(bar), float(page), tuple(options)))
+        rows.append(
+            Row(label, dtype, x, w, float(bar), float(page), tuple(options), "b=1" in options)
+        )
     return common.chosen(rows, only)
 
 
@@ -234,6 +237,7 @@ def shown(t: Tiling | PatchTiling, known: dict[str, Any]) -> str:
     if isinstance(t, PatchTiling):
         return "patch " + " ".join(map(str, dataclasses.astuple(t)))
     flags = f"{' split ' + str(t.split) if t.split > 1 else ''}{' ahead' if t.ahead else ''}"
+    flags += f" programs {t.programs}" if t.programs else ""
     return (
         f"{t.variant} {t.block_m}x{t.block_n}x{t.block_k} w{t.num_warps} s{t.stages}{flags}"
         f"{'' if t.static else ' generic'} r{known.get('registers', '?')}"

@@ -11,6 +11,11 @@ from opkiln_conv.patch import PatchTiling  # noqa: E402
 from opkiln_conv.tilings import Tiling  # noqa: E402
 
 PATCHES = pathlib.Path(__file__).with_name("conv_patches.txt")  # fields of PatchTiling, in order
+# 392 tiles: with 264 places for programs, 128 of which take two; or three for each SM.
+TURNS = [
+    Tiling("packed", 128, 128, 64, w, s, static=True, programs=n)
+    for w, s, n in ((4, 3, 264), (8, 3, 264), (4, 5, 132), (8, 5, 132), (8, 6, 131))
+]
 TRITON = {
     "bottleneck-reduce-1x1": [
         Tiling("pointwise", 64, 32, 64, stages=8, static=True),
@@ -34,8 +39,17 @@ TRITON = {
         Tiling("gather", 32, 128, 16, stages=2, static=True),
     ],
     "deeplabv3-aspp-3x3-rate12": [
-        Tiling("packed", 64, 64, 64, stages=4, split=s, static=True) for s in (2, 4, 8)
+        *(Tiling("packed", 64, 64, 64, stages=4, split=s, static=True) for s in (2, 4, 8)),
+        *(Tiling("packed", 128, 128, 64, w, s, 8, static=True) for w in (4, 8) for s in (3, 4)),
+        Tiling("packed", 64, 128, 64, 4, 4, 4, static=True),
+        Tiling("packed", 64, 128, 64, 4, 3, 8, static=True),
+        Tiling("packed", 128, 64, 64, 4, 4, 4, static=True),
+        Tiling("packed", 128, 64, 64, 4, 4, 8, static=True),
+        Tiling("packed", 64, 128, 128, 4, 3, 4, static=True),
+        Tiling("packed", 128, 128, 128, 8, 3, 8, static=True),
     ],
+    "highres-3x3-s1": TURNS,
+    "highres-3x3-s1-bias": TURNS,
 }
 
 
