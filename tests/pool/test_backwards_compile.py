@@ -11,7 +11,7 @@ import pytest
 
 # What a thread reads at once, where it is not single elements.
 LOADS = {
-    "stem-f16": "LDG.E.64", "stem-bf16-static": "LDG.E.64", "stem-f16-wider": "LDG.E.128",
+    "stem-f16": "LDG.E.64", "stem-bf16-static": "LDG.E.64",
     "stem-f32": "LDG.E.64", "mean-f16": "LDG.E.64", "mean-5x5": "LDG.E.64",
     "volume-f16": "LDG.E.64", "volume-bf16-overlap": "LDG.E.64", "channels-last": "LDG.E.128",
     "channels-last-mean": "LDG.E.128", "tokens": "LDG.E.128", "tokens-sequences": "LDG.E.128",

@@ -72,16 +72,20 @@ CELLS = {  # id: (op, shape, dtype, window, (VECTOR, V, PIECE, EVEN))
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("case", CELLS.values(), ids=CELLS)
-def test_cells(case, static):
+def test_cells(case):
     op, shape, dtype, how, layout = case
-    v = layout[1]
-    tiling = BackwardTiling("cells", 16, 1, v=v, static=True, cache=".cs") if static else None
-    plan = run(op, random(*shape, dtype=dtype), window(op, **how), tiling)
+    plan = run(op, random(*shape, dtype=dtype), window(op, **how))
     assert plan.tiling.variant == "cells"
     assert tuple(plan.constexprs[k] for k in ("VECTOR", "V", "PIECE", "EVEN")) == layout
-    assert (plan.constexprs["SHAPE"] is not None) == static
+
+
+@pytest.mark.parametrize("case", ["stem", "odd-rows-padded", "volume-indices"])
+def test_cells_with_sizes_compiled_in(case):
+    op, shape, dtype, how, layout = CELLS[case]
+    tiling = BackwardTiling("cells", 16, 1, v=layout[1], static=True, cache=".cs")
+    plan = run(op, random(*shape, dtype=dtype), window(op, **how), tiling)
+    assert plan.constexprs["SHAPE"] is not None
 
 
 @pytest.mark.parametrize("v", [1, 2, 4, 8])
@@ -183,8 +187,11 @@ ADAPTIVE = {  # id: (op, input, output_size)
 def test_adaptive(case, dtype):
     op, make, size = case
     assert run(op, make(dtype), {"output_size": size}).tiling.static
-    if dtype == F32:
-        run(op, make(dtype), {"output_size": size}, BackwardTiling("gather", 128, 1))
+
+
+@pytest.mark.parametrize("op", ["adaptive_max_pool2d", "adaptive_avg_pool2d"])
+def test_adaptive_with_sizes_as_arguments(op):
+    run(op, random(2, 2, 9, 11), {"output_size": (4, 3)}, BackwardTiling("gather", 256, 1))
 
 
 @pytest.mark.parametrize("kind", ["ties", "zeros", "nan", "-inf"])

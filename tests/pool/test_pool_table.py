@@ -8,7 +8,8 @@ import torch
 import yaml
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_pool import pool_plan
+from opkiln_pool import pool_backward, pool_plan
+from opkiln_pool.backward_plan import BackwardTiling
 from opkiln_pool.mean_plan import MeanTiling
 from opkiln_pool.plugin import POOLS
 from opkiln_pool.pool_plan import PoolPlan, Tiling, plan_for
@@ -98,6 +99,11 @@ def test_table_is_valid():
         if row["op"] == "mean_pooling":
             tiling = MeanTiling(**row["use"])
             assert tiling.block_n % (32 * tiling.num_warps) == 0
+            continue
+        if row["op"].endswith("_backward"):
+            gradient = BackwardTiling(**row["use"])
+            assert row["op"].removesuffix("_backward") in POOLS
+            assert gradient.variant in pool_backward.KERNELS
             continue
         tiling = Tiling(**row["use"])
         assert row["op"] in POOLS
