@@ -9,6 +9,7 @@ import pytest
 import torch
 from opkiln import functional
 from opkiln.override import SERVED
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 N = torch.nn.functional
 
@@ -121,3 +122,9 @@ def test_a_model_and_its_gradients() -> None:
     names = "conv2d batch_norm max_pool2d group_norm adaptive_avg_pool2d layer_norm"
     assert mode.served == dict.fromkeys(names.split(), 1)
     assert set(functional.__all__) >= set(mode.served)
+
+
+def test_fake_tensors_are_served() -> None:
+    with FakeTensorMode(), opkiln.override_torch() as mode:
+        assert N.layer_norm(torch.empty(3, 8), (8,)).shape == (3, 8)
+    assert dict(mode.served) == {"layer_norm": 1} and not mode.left

@@ -110,14 +110,16 @@ class Gradient:
 
     def backward(self, ctx: Any, *grads: Any) -> Any:
         mask = [ctx.needs_input_grad[LEADING + i] for i in self.wrt]
+        stored = ctx.saved_tensors  # read once: each time unpacks, and a checkpoint allows one
         tensors: list[Any] = [None] * len(self.readable)
-        for i, t in zip(ctx.kept, ctx.saved_tensors, strict=False):
+        for i, t in zip(ctx.kept, stored, strict=False):
             tensors[i] = t
         upstream = self.upstream(ctx, grads)
         if torch.is_grad_enabled() and self.back.double == "forward":
             found = self.through_forward_formula(ctx, tensors, upstream, mask)
         else:
-            found = self.through_backward(ctx, tensors, upstream, mask)
+            saved = stored[len(ctx.kept) :]
+            found = self.through_backward(ctx, tensors, saved, upstream, mask)
         out: list[Any] = [None] * (LEADING + len(self.spec.tensors) + len(self.spec.params))
         for i, wanted, grad in zip(self.wrt, mask, found, strict=True):
             out[LEADING + i] = grad if wanted else None
@@ -133,14 +135,15 @@ class Gradient:
             if output.differentiable
         ]
 
-    def through_backward(self, ctx: Any, tensors: list[Any], upstream: Any, mask: Any) -> Any:
+    def through_backward(
+        self, ctx: Any, tensors: list[Any], saved: Any, upstream: Any, mask: Any
+    ) -> Any:
         """The backward's operator; its formula where that itself is to be differentiated."""
         back = self.back.spec
         shapes = zip(self.spec.tensor_names, ctx.input_metas, strict=True)
         params = {f"{name}_shape": tuple(m[0]) for name, m in shapes if m}
         params |= ctx.params | {"output_mask": mask}
         values = {name: params[name] for name in back.param_names}
-        saved = ctx.saved_tensors[len(ctx.kept) :]
         given = (*upstream, *[tensors[i] for i in self.needs], *saved)
         if torch.is_grad_enabled():
             found = back.reference(*given, **values)
