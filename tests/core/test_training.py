@@ -49,6 +49,11 @@ def outputs(out: Any) -> list[torch.Tensor]:
     return list(out) if isinstance(out, tuple) else [out]
 
 
+def in_order(name: str, out: Any) -> list[torch.Tensor]:
+    """A top-k's set has no order of its own."""
+    return [o.sort(-1).values for o in outputs(out)] if "topk" in name else outputs(out)
+
+
 def tensors(args: list[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
 
@@ -101,7 +106,7 @@ def test_autocast(name: str) -> None:
         )
         with torch.autocast(DEVICE, BF16):
             found = fn(*args, **kwargs)
-        for a, b in zip(outputs(found), outputs(expected), strict=True):
+        for a, b in zip(in_order(name, found), in_order(name, expected), strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, equal_nan=True)
         if name in DIFFERENTIABLE and sample.function != "batch_norm":
@@ -114,7 +119,7 @@ def test_autocast(name: str) -> None:
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_activation_checkpointing(name: str, reentrant: bool) -> None:
     """The forward runs again in the backward where that reads what it saved; the gradients are
-    those without checkpoints, to the bit.
+    those without checkpoints: on a CPU to the bit; cuDNN's differ from run to run.
     """
     fn = getattr(F, SAMPLES[name].function)
     forward = SAMPLES[name].bound(F32).spec.name
@@ -143,7 +148,9 @@ def test_activation_checkpointing(name: str, reentrant: bool) -> None:
         grads.append([t.grad for t in tensors(args, kwargs)])
     assert grads[0][0] is not None
     for a, b in zip(*grads, strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert torch.equal(a, b) if DEVICE == "cpu" else torch.allclose(a, b, 1e-3, 1e-4)
 
 
 class Calling(torch.nn.Module):
@@ -166,5 +173,5 @@ def test_export(name: str) -> None:
     targets = {str(node.target) for node in program.graph.nodes}
     assert f"opkiln.{sample.bound(F32).spec.name}.default" in targets
     found, expected = program.module()(*args), fn(*arguments(name, F32, False)[0], **kwargs)
-    for a, b in zip(outputs(found), outputs(expected), strict=True):
+    for a, b in zip(in_order(name, found), in_order(name, expected), strict=True):
         torch.testing.assert_close(a, b)
