@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
+from opkiln_pool import backward_plan
 from opkiln_pool.backward_plan import BackwardTiling
 
 OFFLINE = pathlib.Path(__file__).parents[1] / "norm" / "offline.py"
@@ -91,6 +92,7 @@ def request(name: str) -> dict[str, Any]:
         return lambda *args: found.append((kernel, options, (*args, *fixed)))
 
     module.launcher = launcher
+    backward_plan.tuned = lambda op, b: None  # the rule's tilings, whatever the table says
     module.prepare(call, CASES[name][-1])(*tensors)
     ((kernel, options, args),) = found
     signature, constexprs = {}, {}

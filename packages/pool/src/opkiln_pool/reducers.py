@@ -194,6 +194,14 @@ def counted(start, size, K: tl.constexpr, PADDING: tl.constexpr, INCLUDE_PAD: tl
 
 
 @triton.jit
+def to_sums(x, out_ptr):
+    """f64 where gradients are f32: windows that cancel leave few of the bits of an f32 sum."""
+    if out_ptr.dtype.element_ty == tl.float32:
+        x = x.to(tl.float64)
+    return x
+
+
+@triton.jit
 def explode(x, BLOCK: tl.constexpr, N: tl.constexpr):
     """The columns of x [BLOCK, N] as N tensors [BLOCK], in the same threads. N: 2, 4 or 8."""
     if N == 2:

@@ -12,7 +12,7 @@ window near them once, and stores whole vectors (3x3, stride 2: 10 loads for 16 
 import triton
 import triton.language as tl
 
-from opkiln_pool.reducers import counted, explode, implode
+from opkiln_pool.reducers import counted, explode, implode, to_sums
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def cells_kernel(
     ROWS: tl.constexpr = STRIDE[0] * STRIDE[1]  # of elements in a cell
     sums = ()
     for _ in tl.static_range(ROWS * ROW):
-        sums = sums + (tl.full([BLOCK], 0.0, tl.float32),)
+        sums = sums + (to_sums(tl.full([BLOCK], 0.0, tl.float32), out_ptr),)
     for i in tl.static_range(NEAR_D):
         for j in tl.static_range(NEAR_H):
             od = qd + (FIRST[0] + i)

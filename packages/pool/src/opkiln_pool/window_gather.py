@@ -1,7 +1,8 @@
 """Gradient of a pool element by element: the variant that serves every window and layout.
 
 grad[n, c, i] = sum of g[n, c, o] over the windows o that hold i: for maxima those whose saved
-offset is i's tap, for averages each divided by what it counts. Fixed order, sums in f32.
+offset is i's tap, for averages each divided by what it counts. Fixed order, sums in f32, of
+f32 gradients in f64.
 
 A program computes BLOCK x VEC elements that lie together in memory: VEC neighbours along a row, or
 for channels_last VEC channels of BLOCK places with 16-byte loads. Elements of one window load the
@@ -11,6 +12,7 @@ same gradient, which L1 serves.
 import triton
 import triton.language as tl
 
+from opkiln_pool.reducers import to_sums
 from opkiln_pool.window_taps import decode, divide
 
 
@@ -129,7 +131,7 @@ def gather_kernel(
                      ADAPTIVE),
     )  # fmt: skip
     mask = tl.broadcast_to(item < items, [BLOCK, VEC])
-    total = tl.full([BLOCK, VEC], 0.0, tl.float32)
+    total = to_sums(tl.full([BLOCK, VEC], 0.0, tl.float32), out_ptr)
     WINDOWS: tl.constexpr = HOLDERS[0] * HOLDERS[1] * HOLDERS[2]
     if UNROLL:
         for window in tl.static_range(WINDOWS):
