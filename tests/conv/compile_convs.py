@@ -27,8 +27,6 @@ CASES: dict[str, Case] = {  # input, weight, dtype, padding, groups, tiling (Non
                            Tiling("packed", 64, 256, 32, stages=4, static=True)),
     "packed-split-static": ((1, 128, 28, 28), (128, 128, 3, 3), F16, 1, 1,
                             Tiling("packed", 128, 64, 64, stages=4, split=4, static=True)),
-    "packed-in-turn": ((1, 256, 112, 112), (512, 256, 3, 3), F16, 1, 1,
-                       Tiling("packed", 128, 128, 64, static=True, programs=264)),
     "pack": ((1, 256, 112, 112), (512, 256, 3, 3), F16, 1, 1, None),
     "pointwise": ((2, 512, 28, 28), (128, 512, 1, 1), F16, 0, 1, None),
     "pointwise-static": ((2, 512, 28, 28), (128, 512, 1, 1), F16, 0, 1,

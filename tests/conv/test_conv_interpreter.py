@@ -116,14 +116,11 @@ PACKED = {  # id: (input, weight, window)
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("split", "static", "programs"), [(1, False, 0), (2, True, 0), (1, False, 2), (1, True, 1)]
-)
+@pytest.mark.parametrize(("split", "static"), [(1, False), (2, True)])
 @pytest.mark.parametrize("case", PACKED.values(), ids=PACKED)
-def test_packed(case, split, static, programs, use_tiling):
-    """programs: that take the tiles in turn."""
+def test_packed(case, split, static, use_tiling):
     shape, weight, how = case
-    use_tiling(tiling("packed", 16, 16, 16, split=split, static=static, programs=programs))
+    use_tiling(tiling("packed", 16, 16, 16, split=split, static=static))
     plan = run(random(*shape), random(*weight), window(len(shape) - 2, **how), bias=not static)
     assert plan.pack.x
     assert plan.pack.w

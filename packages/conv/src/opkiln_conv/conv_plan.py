@@ -168,7 +168,6 @@ def packed(g: Geometry, t: Tiling, stride_b: int, product: dict[str, Any]) -> La
         g.group_outs, pitch // t.block_k, g.sizes, g.outs, x_units, w_units, g.out_strides
     )  # fmt: skip
     grid = g.batch * -(-g.pixels // t.block_n) * -(-g.group_outs // t.block_m) * t.split
-    in_turn = t.split == 1 and 0 < t.programs < grid
     constexprs = {
         "SHAPE": shape if t.static else None,
         "ALIGN": ALIGN,
@@ -176,13 +175,12 @@ def packed(g: Geometry, t: Tiling, stride_b: int, product: dict[str, Any]) -> La
         "UNIT": out_unit(g),
         "WIDE": g.wide or g.batch * g.places * pitch >= 2**31 - 2**24,
         **product,
-        "TILES": grid if in_turn else 0,
         "BLOCK_M": t.block_m,
         "BLOCK_N": t.block_n,
         "BLOCK_K": t.block_k,
     }
     pack = None if x_rows and w_rows else pack_of(g, pitch, not x_rows, not w_rows)
-    return t.programs if in_turn else grid, (*shape, stride_b), constexprs, pack
+    return grid, (*shape, stride_b), constexprs, pack
 
 
 def pack_of(g: Geometry, pitch: int, x: bool, w: bool) -> Pack:

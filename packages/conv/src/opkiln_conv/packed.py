@@ -70,17 +70,26 @@ def live_taps(first, last, size, K: tl.constexpr, STRIDE: tl.constexpr, PADDING:
 
 
 @triton.jit
-def packed_tile(
-    tile, part, x_ptr, w_ptr, bias_ptr, out_ptr, ws_ptr, counters_ptr,
+def packed_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, ws_ptr, counters_ptr,
     channels, c_blocks, sizes, outs, x_units, w_units, out_strides, stride_b,
-    ALIGN: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
-    DILATION: tl.constexpr, CHECK: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    F32: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr, ALIGN: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
+    PADDING: tl.constexpr, DILATION: tl.constexpr, CHECK: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, F32: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A part of a tile's products; a tile lies in one image."""
+    """Grid (images * pixel tiles * channel tiles * SPLIT); a tile lies in one image. c_blocks:
+    steps of BLOCK_K input channels. x_units: strides of x over (n, d, h, w); w_units: of w over
+    outputs and taps. SHAPE: the seven arguments from channels on, where compiled in. UNIT: see
+    aligned.
+    """
+    if SHAPE is not None:
+        channels, c_blocks, sizes = SHAPE[0], SHAPE[1], SHAPE[2]
+        outs, x_units, w_units, out_strides = SHAPE[3], SHAPE[4], SHAPE[5], SHAPE[6]
     pixels, out_strides = aligned(outs[0] * outs[1] * outs[2], out_strides, UNIT)
     tiles_m, tiles_n = tl.cdiv(channels, BLOCK_M), tl.cdiv(pixels, BLOCK_N)
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
     image = tile // (tiles_m * tiles_n)
     offs_m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     begin_n = tile // tiles_m % tiles_n * BLOCK_N
@@ -132,38 +141,3 @@ def packed_tile(
             store(
                 acc, out_ptr, bias_ptr, image, offs_m, mask_m, pixel, mask_n, out_strides, stride_b
             )
-
-
-@triton.jit
-def packed_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, ws_ptr, counters_ptr,
-    channels, c_blocks, sizes, outs, x_units, w_units, out_strides, stride_b,
-    SHAPE: tl.constexpr, ALIGN: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
-    PADDING: tl.constexpr, DILATION: tl.constexpr, CHECK: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, F32: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Grid (images * pixel tiles * channel tiles * SPLIT), or fewer programs for that many TILES.
-    c_blocks: steps of BLOCK_K input channels. x_units: strides of x over (n, d, h, w); w_units: of
-    w over outputs and taps. SHAPE: the seven arguments from channels on, where compiled in. UNIT:
-    see aligned.
-    """
-    if SHAPE is not None:
-        channels, c_blocks, sizes = SHAPE[0], SHAPE[1], SHAPE[2]
-        outs, x_units, w_units, out_strides = SHAPE[3], SHAPE[4], SHAPE[5], SHAPE[6]
-    if TILES:
-        for tile in range(tl.program_id(0), TILES, tl.num_programs(0)):
-            packed_tile(
-                tile, 0, x_ptr, w_ptr, bias_ptr, out_ptr, ws_ptr, counters_ptr,
-                channels, c_blocks, sizes, outs, x_units, w_units, out_strides, stride_b,
-                ALIGN, KERNEL, STRIDE, PADDING, DILATION, CHECK, UNIT, WIDE, F32, PRECISION,
-                SPLIT, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-    else:
-        packed_tile(
-            tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT,
-            x_ptr, w_ptr, bias_ptr, out_ptr, ws_ptr, counters_ptr,
-            channels, c_blocks, sizes, outs, x_units, w_units, out_strides, stride_b,
-            ALIGN, KERNEL, STRIDE, PADDING, DILATION, CHECK, UNIT, WIDE, F32, PRECISION,
-            SPLIT, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip

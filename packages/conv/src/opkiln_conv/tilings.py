@@ -27,8 +27,7 @@ class Tiling:
     variant: "gather", "pointwise", "packed" or "channelwise", the kernel. block_m, block_n,
     block_k: channels, pixels and products of a tile and step. stages: of the pipeline. split:
     programs that share a tile's products. static: sizes and strides compiled in. ahead: operands
-    loaded one step ahead (gather). programs: that take all tiles in turn (packed, unless split); 0:
-    one a tile.
+    loaded one step ahead (gather).
     """
 
     variant: str
@@ -40,7 +39,6 @@ class Tiling:
     split: int = 1
     static: bool = False
     ahead: bool = False
-    programs: int = 0
 
 
 def power_of_two(n: int) -> int:
