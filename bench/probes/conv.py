@@ -237,7 +237,6 @@ def shown(t: Tiling | PatchTiling, known: dict[str, Any]) -> str:
     if isinstance(t, PatchTiling):
         return "patch " + " ".join(map(str, dataclasses.astuple(t)))
     flags = f"{' split ' + str(t.split) if t.split > 1 else ''}{' ahead' if t.ahead else ''}"
-    flags += f" programs {t.programs}" if t.programs else ""
     return (
         f"{t.variant} {t.block_m}x{t.block_n}x{t.block_k} w{t.num_warps} s{t.stages}{flags}"
         f"{'' if t.static else ' generic'} r{known.get('registers', '?')}"

@@ -11,10 +11,11 @@ from opkiln_conv.patch import PatchTiling  # noqa: E402
 from opkiln_conv.tilings import Tiling  # noqa: E402
 
 PATCHES = pathlib.Path(__file__).with_name("conv_patches.txt")  # fields of PatchTiling, in order
-# 392 tiles: with 264 places for programs, 128 of which take two; or three for each SM.
-TURNS = [
-    Tiling("packed", 128, 128, 64, w, s, static=True, programs=n)
-    for w, s, n in ((4, 3, 264), (8, 3, 264), (4, 5, 132), (8, 5, 132), (8, 6, 131))
+# 392 tiles: three to each SM at once, by 168 registers and 64 KB of shared memory.
+HIGHRES = [
+    Tiling("packed", 128, 128, 32, stages=4, static=True),
+    Tiling("packed", 128, 128, 32, stages=3, static=True),
+    Tiling("packed", 128, 128, 32, stages=5, static=True),
 ]
 TRITON = {
     "bottleneck-reduce-1x1": [
@@ -48,8 +49,8 @@ TRITON = {
         Tiling("packed", 64, 128, 128, 4, 3, 4, static=True),
         Tiling("packed", 128, 128, 128, 8, 3, 8, static=True),
     ],
-    "highres-3x3-s1": TURNS,
-    "highres-3x3-s1-bias": TURNS,
+    "highres-3x3-s1": HIGHRES,
+    "highres-3x3-s1-bias": HIGHRES,
 }
 
 
