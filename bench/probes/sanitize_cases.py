@@ -24,6 +24,7 @@ FOLDERS = (
 )
 sys.path[:0] = [str(ROOT / folder / "src") for folder in FOLDERS]
 
+from sanitize_backwards import misc_backwards, pool_backwards  # noqa: E402
 from sanitize_norms import Case, channel_norms, on_gpu, row_norms  # noqa: E402
 
 PLANTED_SOURCE = """
@@ -87,6 +88,7 @@ def pools() -> Iterator[Case]:
             f"mean_pooling varlen {dtype}",
             lambda x=tokens, e=ends: F.mean_pooling(x, 16, e, num_chunks=8, **given),
         )
+    yield from pool_backwards()
 
 
 def ropes() -> Iterator[Case]:
@@ -169,6 +171,7 @@ def misc() -> Iterator[Case]:
             yield f"topk {kv} {k} {name}", lambda a=args: F.topk_selector(*a, **given)
         with_order = lambda a=args: in_order(use, F.topk_selector, a)  # noqa: E731
         yield f"topk {kv} {k} in order", with_order
+    yield from misc_backwards()
 
 
 def direct(op: str, module: str, tensors: list[Any], params: Any, tiling: tuple[Any, ...]) -> Any:

@@ -1,0 +1,86 @@
+"""The calls of sanitize_cases.py that launch the backwards of pools, FFT and MHC."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sanitize_norms import Case, on_gpu
+
+
+def gradients_of(function: Callable[..., Any], *tensors: Any, **options: Any) -> None:
+    """Those of all tensors that have one, by our kernels."""
+    import torch
+
+    leaves = [
+        t.detach().requires_grad_() if t is not None and (t.is_floating_point() or t.is_complex())
+        else t for t in tensors
+    ]  # fmt: skip
+    out = function(*leaves, backend="opkiln", **options)
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+    torch.autograd.backward(outs, [o.detach().clone() for o in outs])
+
+
+def pool_backwards() -> Iterator[Case]:
+    import torch
+    from opkiln import functional as F
+
+    for dtype in (torch.bfloat16, torch.float32):
+        line, even = on_gpu(3, 5, 1001, dtype=dtype), on_gpu(2, 8, 56, 56, dtype=dtype)
+        plane, volume = on_gpu(3, 5, 55, 57, dtype=dtype), on_gpu(2, 3, 9, 14, 16, dtype=dtype)
+        last = even.contiguous(memory_format=torch.channels_last)
+        calls: dict[str, tuple[Any, ...]] = {
+            "max_pool1d": (F.max_pool1d, line, (3, 2, 1)),
+            "max_pool2d": (F.max_pool2d, plane, (3, 2, 1)),
+            "max_pool2d even": (F.max_pool2d, even, (2, 2)),
+            "max_pool2d dilated": (F.max_pool2d, plane, (3, 1, 1, 2)),
+            "max_pool2d last": (F.max_pool2d, last, (3, 2, 1)),
+            "max_pool3d": (F.max_pool3d, volume, (3, 2, 1)),
+            "avg_pool1d": (F.avg_pool1d, line, (4, 2, 1, True)),
+            "avg_pool2d": (F.avg_pool2d, plane, (3, 2, 1, True)),
+            "avg_pool2d last": (F.avg_pool2d, last, (3, 2, 1)),
+            "avg_pool3d": (F.avg_pool3d, volume, (3, 2, 1)),
+            "adaptive_max_pool2d": (F.adaptive_max_pool2d, plane, (7,)),
+            "adaptive_avg_pool2d": (F.adaptive_avg_pool2d, plane, (7,)),
+        }
+        for name, (function, x, args) in calls.items():
+            yield (
+                f"{name} backward {dtype}",
+                lambda f=function, x=x, a=args: gradients_of(lambda t, **k: f(t, *a, **k), x),
+            )
+        tokens = on_gpu(1, 100, 3, 40, dtype=dtype)
+        ends = torch.tensor([0, 7, 64, 100], dtype=torch.int32).cuda()
+        yield (
+            f"mean_pooling backward {dtype}",
+            lambda x=tokens: gradients_of(lambda t, **k: F.mean_pooling(t, 16, **k), x),
+        )
+        yield (
+            f"mean_pooling varlen backward {dtype}",
+            lambda x=tokens, e=ends: gradients_of(
+                lambda t, **k: F.mean_pooling(t, 16, e, num_chunks=8, **k), x
+            ),
+        )
+
+
+def misc_backwards() -> Iterator[Case]:
+    import torch
+    from opkiln import functional as F
+
+    for shape in ((3, 8), (5, 256), (3, 4096), (4096,)):
+        x = torch.randn(shape, dtype=torch.complex64).cuda()
+        yield f"fft {shape} backward", lambda x=x: gradients_of(F.fft, x)
+    # Few rows in two launches, more in three, several groups of rows in four; 8 streams in parts.
+    for batch, n, c in ((4, 4, 2560), (12, 4, 40), (70, 4, 40), (9, 8, 33)):
+        m = n * n + 2 * n
+        phi, b = on_gpu(n * c, m, dtype=torch.float32), on_gpu(m, dtype=torch.float32)
+        x, layer = on_gpu(batch, n * c), on_gpu(batch, c)
+        post = on_gpu(batch, n, dtype=torch.float32)
+        yield (
+            f"mhc_pre {batch} x {n} x {c} backward",
+            lambda p=phi, x=x, b=b: gradients_of(
+                lambda p, x, b, **k: F.mhc_pre(p, x, b, 1.0, 1.0, 1.0, 2, return_h_post=True, **k),
+                p, x, b,
+            ),
+        )  # fmt: skip
+        yield (
+            f"mhc_post {batch} x {n} x {c} backward",
+            lambda x=x, y=layer, h=post: gradients_of(F.mhc_post, y, h, x),
+        )
