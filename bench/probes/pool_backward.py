@@ -117,12 +117,25 @@ def mean_tilings(call: Call) -> list[Any]:
     return [*found, replace(own, block_n=own.block_n * 2, num_warps=own.num_warps * 2)]
 
 
+def small_tilings(call: Call, ruled: BackwardTiling) -> list[Any]:
+    """Of pools whose windows cover planes or large parts of them."""
+    found = [backward_plan.plan_for(call).tiling, ruled, replace(ruled, cache=".cs")]
+    if ruled.variant == "bands":
+        found += [BackwardTiling("bands", r, w) for r in (1, 2, 4, 8, 16) for w in (1, 2, 4)]
+    else:
+        many = [max(ruled.block * m // 4, 1) for m in (1, 2, 4, 8, 16)]
+        found += [BackwardTiling("spread", m, w) for m in many for w in (1, 2, 4)]
+    return [*found, BackwardTiling("gather", 512, 4, static=True)]
+
+
 def tilings(call: Call) -> list[Any]:
     """The library's own, the rule's, and others of both kernels."""
     if call.spec.name.startswith("mean"):
         return list(dict.fromkeys(mean_tilings(call)))
     b = gradient_of(call)
     ruled = backward_plan.rule(b)
+    if ruled.variant in ("bands", "spread"):
+        return list(dict.fromkeys(small_tilings(call, ruled)))
     found = [backward_plan.plan_for(call).tiling, ruled, replace(ruled, static=not ruled.static)]
     widths = [v for v in (1, 2, 4, 8) if cells_fit(b.pool, v)]
     found += [BackwardTiling("cells", 128, 4, v=v, static=True) for v in widths]

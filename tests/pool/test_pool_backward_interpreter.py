@@ -10,6 +10,7 @@ import opkiln
 import pytest
 import torch
 from opkiln.functional import max_pool2d
+from opkiln_pool import backward_plan
 from opkiln_pool.backward_plan import BackwardTiling, axis_taps
 from opkiln_pool.pool_backward import prepare
 from pool.backward_cases import call_of, forward, run
@@ -165,33 +166,52 @@ def test_gather_with_sizes_compiled_in(case):
     assert run(op, make(), window(op, **how), tiling).constexprs["SHAPE"] is not None
 
 
-ADAPTIVE = {  # id: (op, input, output_size)
-    "global": ("adaptive_max_pool2d", lambda d: random(2, 5, 7, 7, dtype=d), (1, 1)),
-    "global-avg": ("adaptive_avg_pool2d", lambda d: random(2, 5, 7, 7, dtype=d), (1, 1)),
-    "uneven": ("adaptive_max_pool2d", lambda d: random(2, 2, 9, 11, dtype=d), (4, 3)),
-    "uneven-avg": ("adaptive_avg_pool2d", lambda d: random(2, 2, 9, 11, dtype=d), (4, 3)),
-    "vectors": ("adaptive_max_pool2d_indices", lambda d: random(1, 3, 8, 16, dtype=d), (3, 5)),
-    "even-avg": ("adaptive_avg_pool2d", lambda d: random(1, 3, 8, 12, dtype=d), (4, 6)),
-    "wider": ("adaptive_avg_pool2d", lambda d: random(1, 2, 3, 4, dtype=d), (5, 7)),
-    "wider-max": ("adaptive_max_pool2d_indices", lambda d: random(1, 2, 3, 4, dtype=d), (5, 2)),
-    "unbatched": ("adaptive_avg_pool2d", lambda d: random(2, 6, 5, dtype=d), (4, 3)),
+ADAPTIVE = {  # id: (op, input, output_size, the rule's variant)
+    "global": ("adaptive_max_pool2d", lambda d: random(2, 5, 7, 6, dtype=d), (1, 1), "spread"),
+    "global-avg": ("adaptive_avg_pool2d", lambda d: random(2, 5, 8, 4, dtype=d), (1, 1), "spread"),
+    "uneven": ("adaptive_max_pool2d", lambda d: random(2, 2, 9, 11, dtype=d), (4, 3), "bands"),
+    "uneven-avg": ("adaptive_avg_pool2d", lambda d: random(2, 2, 9, 11, dtype=d), (4, 3), "bands"),
+    "vectors": ("adaptive_max_pool2d_indices", lambda d: random(1, 3, 8, 16, dtype=d), (3, 5),
+                "bands"),
+    "even-avg": ("adaptive_avg_pool2d", lambda d: random(1, 3, 8, 12, dtype=d), (4, 6), "bands"),
+    "one-row": ("adaptive_max_pool2d", lambda d: random(1, 3, 8, 12, dtype=d), (1, 5), "bands"),
+    "wider": ("adaptive_avg_pool2d", lambda d: random(1, 2, 3, 4, dtype=d), (5, 7), "bands"),
+    "wider-max": ("adaptive_max_pool2d_indices", lambda d: random(1, 2, 3, 4, dtype=d), (5, 2),
+                  "bands"),
+    "much-wider": ("adaptive_avg_pool2d", lambda d: random(1, 2, 2, 2, dtype=d), (11, 9), "gather"),
+    "unbatched": ("adaptive_avg_pool2d", lambda d: random(2, 6, 5, dtype=d), (4, 3), "bands"),
     "channels-last": ("adaptive_max_pool2d_indices",
-                      lambda d: channels_last(random(2, 8, 7, 9, dtype=d)), (3, 2)),
+                      lambda d: channels_last(random(2, 8, 7, 9, dtype=d)), (3, 2), "gather"),
     "channels-last-avg": ("adaptive_avg_pool2d",
-                          lambda d: channels_last(random(2, 8, 7, 9, dtype=d)), (3, 2)),
+                          lambda d: channels_last(random(2, 8, 7, 9, dtype=d)), (3, 2), "gather"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("case", ADAPTIVE.values(), ids=ADAPTIVE)
 def test_adaptive(case, dtype):
-    op, make, size = case
-    assert run(op, make(dtype), {"output_size": size}).tiling.static
+    op, make, size, variant = case
+    tiling = run(op, make(dtype), {"output_size": size}).tiling
+    assert (tiling.variant, tiling.static) == (variant, variant == "gather")
 
 
+@pytest.mark.parametrize("tiling", [
+    BackwardTiling("bands", 1, 1), BackwardTiling("bands", 4, 1, cache=".cs"),
+    BackwardTiling("gather", 256, 1),
+])  # fmt: skip
 @pytest.mark.parametrize("op", ["adaptive_max_pool2d", "adaptive_avg_pool2d"])
-def test_adaptive_with_sizes_as_arguments(op):
-    run(op, random(2, 2, 9, 11), {"output_size": (4, 3)}, BackwardTiling("gather", 256, 1))
+def test_adaptive_tilings(op, tiling):
+    run(op, random(2, 2, 9, 11), {"output_size": (4, 3)}, tiling)
+
+
+def test_windows_as_large_as_the_plane(monkeypatch):
+    """In one step, and in several."""
+    for columns in (backward_plan.SPREAD_COLUMNS, 8):
+        monkeypatch.setattr(backward_plan, "SPREAD_COLUMNS", columns)
+        plan = run("max_pool1d", random(5, 3, 20, dtype=F16), window("max_pool1d", 20, 1))
+        assert (plan.tiling.variant, plan.constexprs["COLUMNS"]) == ("spread", min(columns, 32))
+        params = window("avg_pool2d", (4, 6), divisor_override=5)
+        assert run("avg_pool2d", random(5, 3, 4, 6), params).tiling.variant == "spread"
 
 
 @pytest.mark.parametrize("kind", ["ties", "zeros", "nan", "-inf"])
@@ -201,7 +221,8 @@ def test_special_inputs(variant, kind):
     params = window("max_pool2d", 3, 2, 1)
     run("max_pool2d", special(kind, F16, 1, 2, 6, 16), params, BackwardTiling(variant, 32, 1, v=4))
     if variant == "gather":
-        run("adaptive_max_pool2d", special(kind, F16, 1, 2, 7, 9), {"output_size": (3, 2)})
+        for size in ((3, 2), (1, 1)):
+            run("adaptive_max_pool2d", special(kind, F16, 1, 2, 7, 9), {"output_size": size})
 
 
 @pytest.mark.parametrize("variant", ["cells", "gather"])
@@ -213,9 +234,11 @@ def test_infinite_and_nan_gradients_stay_where_they_belong(variant):
     for op in ("max_pool2d", "avg_pool2d"):
         tiling = BackwardTiling(variant, 32, 1, v=2)
         run(op, random(2, 2, 6, 8), window(op, 3, 2, 1), tiling, grad)
+        for size in ((4, 3), (1, 1)):
+            run(f"adaptive_{op}", random(2, 2, 6, 8), {"output_size": size}, grad=grad)
 
 
-@pytest.mark.parametrize("variant", ["cells", "gather"])
+@pytest.mark.parametrize("variant", ["cells", "gather", "bands", "spread"])
 def test_planes_beyond_2_31_elements(variant, monkeypatch):
     """Plane 2 starts 2^31 elements in. The 4 GiB are reserved; only three planes are touched."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
@@ -223,9 +246,16 @@ def test_planes_beyond_2_31_elements(variant, monkeypatch):
     g = room.as_strided((3, 1, 4, 8), (2**30, 2**30, 8, 1))
     g.copy_(random(3, 1, 4, 8))
     monkeypatch.undo()
-    tiling = BackwardTiling(variant, 32, 1, v=4)
-    plan = run("max_pool2d", random(3, 1, 8, 16, dtype=F16), window("max_pool2d", 3, 2, 1), tiling,
-               grad=lambda out: g)  # fmt: skip
+    tiling = BackwardTiling(variant, 4, 1, v=4)
+    op, params = "max_pool2d", window("max_pool2d", 3, 2, 1)
+    if variant in ("bands", "spread"):
+        op, params = (
+            "adaptive_max_pool2d",
+            {"output_size": (4, 8) if variant == "bands" else (1, 1)},
+        )
+    rows, columns = (1, 1) if variant == "spread" else (4, 8)
+    plan = run(op, random(3, 1, 8, 16, dtype=F16), params, tiling,
+               grad=lambda out: g[..., :rows, :columns])  # fmt: skip
     assert plan.constexprs["WIDE"]
 
 

@@ -45,6 +45,7 @@ def test_layouts_of_the_gradient(grad, last):
     for op in ("max_pool2d", "avg_pool2d", "adaptive_max_pool2d"):
         params = {"output_size": (3, 4)} if op[:3] == "ada" else window(op, 3, 2, 1)
         run(op, x, params, grad=grad)
+    run("adaptive_max_pool2d", x, {"output_size": (1, 1)}, grad=grad)
 
 
 def test_vectors_only_where_every_row_allows_them():
@@ -83,6 +84,25 @@ def test_rule_bounds_a_threads_work(case):
     back = Call.of(CATALOGUE[f"{op}_backward"], outs, params | rest, real=False)
     t = plan_for(back).tiling
     assert (t.variant, t.v) == want
+
+
+def test_rule_bounds_a_band_and_a_plane():
+    found = {
+        (shape, size): variant_of(shape, size)
+        for shape, size in (
+            ((256, 256), (1, 1)), ((256, 257), (1, 1)),  # 2^16 elements, and more
+            ((64, 128), (1, 3)), ((65, 128), (1, 3)),  # 2^13 elements of a band
+            ((4, 4), (14, 16)), ((4, 4), (13, 17)),  # 16 windows of an element
+        )
+    }  # fmt: skip
+    assert list(found.values()) == ["spread", "gather", "bands", "gather", "bands", "gather"]
+
+
+def variant_of(shape: tuple[int, ...], size: tuple[int, ...]) -> str:
+    g = torch.empty((1, 1, *size), device="meta")
+    rest = {"output_size": size, "input_shape": (1, 1, *shape), "output_mask": [True]}
+    back = CATALOGUE["adaptive_avg_pool2d_backward"]
+    return plan_for(Call.of(back, [g], rest, real=False)).tiling.variant
 
 
 def test_the_table_serves_plain_layouts(monkeypatch):
@@ -133,6 +153,13 @@ def test_refused(case):
 
 def test_arguments_are_in_the_kernels_order():
     """They are passed by position."""
+    for variant, size in (("bands", (2, 3)), ("spread", (1, 1))):
+        rest = {"output_size": size}
+        plan = plan_for(call_of("adaptive_avg_pool2d", [random(1, 1, *size)], (1, 1, 8, 9), rest))
+        names = list(KERNELS[variant].arg_names)
+        assert plan.tiling.variant == variant
+        assert names[-len(plan.constexprs) :] == list(plan.constexprs)
+        assert len(names) == 3 + len(plan.arguments)
     for variant in ("cells", "gather"):
         g, params = random(1, 1, 4, 8), window("avg_pool2d", 2)
         call = call_of("avg_pool2d", [g], (1, 1, 8, 16), params)

@@ -17,14 +17,19 @@ CELL_SUMS = 64  # elements that a thread may sum
 CELL_STEPS = 512  # additions of a thread, compiled as straight code
 CELL_WINDOWS = 128  # windows that a thread may load
 HALO = 8  # windows that it may load beside its own, along a row
+SPREAD_ELEMENTS = 2**16  # largest plane that one window's gradient is spread over
+SPREAD_COLUMNS = 2048  # of these, written at a time
+BAND_ELEMENTS = 8192  # of a band of rows, which a program sums
+BAND_HOLDERS = 16  # windows that may hold an element of a band
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTiling:
     """What the tuning table sets.
 
-    variant: "cells" or "gather", the kernel. block: items a program. v: cells of a row a thread
-    (cells). static: sizes and strides compiled in. cache: hint for the stores.
+    variant: "cells", "gather", "spread" or "bands", the kernel. block: items a program (spread:
+    planes; bands: rows at a time). v: cells of a row a thread (cells). static: sizes and strides
+    compiled in (cells, gather). cache: hint for the stores.
     """
 
     variant: str
@@ -97,6 +102,24 @@ def cells_fit(g: Geometry, v: int) -> bool:
     return columns <= HALO + 1 and depths * rows * (v + columns - 1) <= CELL_WINDOWS
 
 
+def spread_fits(g: Geometry) -> bool:
+    """Whether spread_kernel serves a pool: each plane is one window, and one stretch of memory."""
+    return g.is_whole() and not g.channels_last and math.prod(g.sizes) <= SPREAD_ELEMENTS
+
+
+def band_rows(g: Geometry) -> int:
+    """The most rows of a band."""
+    return -(-g.sizes[1] // g.outs[1])
+
+
+def bands_fit(g: Geometry) -> bool:
+    """Whether bands_kernel serves a pool."""
+    if not g.adaptive or g.channels_last:
+        return False
+    few = math.prod(holders(g)) <= BAND_HOLDERS
+    return few and band_rows(g) * power_of_two(g.sizes[2]) <= BAND_ELEMENTS
+
+
 def reads_vectors(b: Gradient, v: int) -> bool:
     """Whether v windows of a row are one vector, whole or outside the row."""
     whole = v > 1 and b.pool.outs[2] % v == 0
@@ -106,6 +129,14 @@ def reads_vectors(b: Gradient, v: int) -> bool:
 def rule(b: Gradient) -> BackwardTiling:
     """A tiling for any gradient, where the table is silent."""
     g = b.pool
+    if spread_fits(g):
+        columns = min(power_of_two(math.prod(g.sizes)), SPREAD_COLUMNS)
+        return BackwardTiling("spread", SPREAD_COLUMNS // columns, 4)
+    if bands_fit(g):
+        columns = power_of_two(g.sizes[2])
+        warps = min(max(band_rows(g) * columns // 1024, 1), 8)
+        lanes = warps * 32 * math.gcd(16 // g.itemsize, g.sizes[2])
+        return BackwardTiling("bands", max(lanes // columns, 1), power_of_two(warps))
     vector = 16 // g.itemsize
     if g.sizes[2] % vector == 0:
         v = vector // math.gcd(vector, g.stride[2])
@@ -143,7 +174,7 @@ def plan_for(call: Any, tiling: BackwardTiling | None = None) -> BackwardPlan:
     b = gradient_of(call)
     found = (tiling, "given") if tiling else tuned(call.spec.name, b)
     use, source = found or (rule(b), "rule")
-    make = {"cells": cells, "gather": gather}[use.variant]
+    make = {"cells": cells, "gather": gather, "spread": spread, "bands": bands}[use.variant]
     return BackwardPlan(use, source, *make(b, use))
 
 
@@ -211,3 +242,40 @@ def gather(b: Gradient, t: BackwardTiling) -> Launch:
     }
     arguments = (g.sizes, g.outs, channels, *strides, items, g.scale, *constexprs.values())
     return -(-items // t.block), arguments, constexprs
+
+
+def spread(b: Gradient, t: BackwardTiling) -> Launch:
+    g = b.pool
+    n = math.prod(g.sizes)
+    constexprs = {
+        "N": n,
+        "BLOCK_M": t.block,
+        "COLUMNS": min(power_of_two(n), SPREAD_COLUMNS),
+        "WIDE": b.wide,
+        "CACHE": t.cache,
+    }
+    scale = 1.0 / n if g.adaptive else g.scale
+    steps = b.grad.strides[:2], b.offset_strides()[:2]
+    arguments = (b.channels, *steps, g.planes, scale, *constexprs.values())
+    return -(-g.planes // t.block), arguments, constexprs
+
+
+def bands(b: Gradient, t: BackwardTiling) -> Launch:
+    g = b.pool
+    _, holders_h, holders_w = holders(g)
+    constexprs = {
+        "H": g.sizes[1],
+        "W": g.sizes[2],
+        "OH": g.outs[1],
+        "OW": g.outs[2],
+        "EXTENT_W": g.kernel[2],
+        "HOLDERS_H": holders_h,
+        "HOLDERS_W": holders_w,
+        "STEPS": -(-band_rows(g) // t.block),
+        "BLOCK_R": t.block,
+        "BLOCK_W": power_of_two(g.sizes[2]),
+        "WIDE": b.wide,
+        "CACHE": t.cache,
+    }
+    strides = [(s[0], s[1], s[3], s[4]) for s in (b.grad.strides, b.offset_strides())]
+    return g.planes * g.outs[1], (b.channels, *strides, *constexprs.values()), constexprs

@@ -12,11 +12,18 @@ import torch
 from opkiln.device.outputs import allocator
 from opkiln.device.triton import launcher
 
+from opkiln_pool.adaptive_bands import bands_kernel
 from opkiln_pool.backward_plan import BackwardTiling, plan_for
+from opkiln_pool.plane_spread import spread_kernel
 from opkiln_pool.window_cells import cells_kernel
 from opkiln_pool.window_gather import gather_kernel
 
-KERNELS = {"cells": cells_kernel, "gather": gather_kernel}
+KERNELS = {
+    "cells": cells_kernel,
+    "gather": gather_kernel,
+    "spread": spread_kernel,
+    "bands": bands_kernel,
+}
 
 
 def prepare(call: Any, tiling: BackwardTiling | None = None) -> Callable[..., Any]:
