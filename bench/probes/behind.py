@@ -54,7 +54,10 @@ WIDTHS = (  # op, dtype, N; those of whole vectors are what the others are judge
     ("rms_norm", "bf16", 4097), ("layer_norm", "bf16", 16384), ("layer_norm", "bf16", 12289),
     ("fused_add_rms_norm", "bf16", 16384), ("fused_add_rms_norm", "bf16", 12289),
 )  # fmt: skip
-CHANNEL_NORMS = ("wider-channel-affine f16", "image-eval", "image-affine", "image-track-stats")
+CHANNEL_NORMS = (
+    "wider-channel-affine f16", "image-eval", "image-affine", "image-track-stats",
+    "resnet-stage3-eval",
+)  # fmt: skip
 POOLS = ("max_pool2d_indices vgg-block f32", "max_pool1d_indices sincnet")
 
 
@@ -63,7 +66,7 @@ def all_rows() -> list[Any]:
     channels = [
         r
         for r in channel_rows.read_rows(",".join(CHANNEL_NORMS))
-        if r.op == "instance_norm" and "cl" not in r.flags
+        if r.op in ("instance_norm", "batch_norm") and "cl" not in r.flags
     ]
     widths = [
         Row(op, f"width-{n}", dtype, row_checks.WIDTH_ELEMENTS // n, n, 1 + ("layer" in op), 0, 0)

@@ -93,7 +93,9 @@ def shift_tilings(row: Any) -> list[ClusterTiling]:
 
 
 def team_tilings(row: Any) -> list[Team]:
-    """Of instance norm: warps a set, samples of a channel in a CTA, parameters through L1."""
+    """Of instance norm, and of batch norm with given statistics: warps a set, samples of a channel
+    in a CTA, parameters through L1.
+    """
     cuts = ((1, 4), (2, 2), (4, 1))
     samples = row.shape[0]
     found = []
