@@ -1,11 +1,13 @@
 """How a pool's backward is planned: layouts of the gradient, the rule, the table, refusals."""
 
+import itertools
+
 import pytest
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_pool import backward_plan
-from opkiln_pool.backward_plan import BackwardTiling, plan_for
+from opkiln_pool.backward_plan import BackwardTiling, axis_taps, plan_for
 from opkiln_pool.gradient import gradient_of
 from opkiln_pool.plugin import opkiln_implementations, supports_backward
 from opkiln_pool.pool_backward import KERNELS
@@ -58,6 +60,26 @@ def test_vectors_only_where_every_row_allows_them():
     assert {n for n, vector in found.items() if vector} == {
         "contiguous", "channel-slice", "row-slice",
     }  # fmt: skip
+
+
+def test_taps_of_an_element():
+    """The constants of a cell name every tap of every window once, and nothing else."""
+    for k, s, p, d in itertools.product(range(1, 7), range(1, 6), range(4), (1, 2, 3)):
+        first, near, taps = axis_taps(k, s, p, d)
+        assert len(taps) == near * s
+        found = {
+            (q * s + r, q + first + i): taps[i * s + r]
+            for q in range(3)
+            for i in range(near)
+            for r in range(s)
+            if taps[i * s + r] >= 0
+        }
+        assert found == {
+            (o * s - p + t * d, o): t
+            for t in range(k)
+            for o in range(-20, 30)
+            if 0 <= o * s - p + t * d < 3 * s
+        }
 
 
 RULE = {  # id: (op, shape, window, the rule's variant and v)

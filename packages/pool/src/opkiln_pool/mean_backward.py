@@ -78,11 +78,13 @@ def mean_backward_kernel(
 
 
 def rule(itemsize: int, columns: int, longest: int) -> MeanBackwardTiling:
-    """A vector of columns a thread, and at most 16 tokens."""
+    """A vector of columns a thread, and at most 32 tokens: dense-mainstream took 33.57 us so on an
+    H200, and 35.04 with twice the warps and half the tokens.
+    """
     vector = 16 // itemsize
-    block_n = min(power_of_two(columns), 128 * vector)
+    block_n = min(power_of_two(columns), 64 * vector)
     num_warps = max(block_n // (32 * vector), 1)
-    return MeanBackwardTiling(block_n, num_warps, min(power_of_two(longest), 16))
+    return MeanBackwardTiling(block_n, num_warps, min(power_of_two(longest), 32))
 
 
 def plan_for(
