@@ -27,6 +27,7 @@ def pool_backwards() -> Iterator[Case]:
         line, even = on_gpu(3, 5, 1001, dtype=dtype), on_gpu(2, 8, 56, 56, dtype=dtype)
         plane, volume = on_gpu(3, 5, 55, 57, dtype=dtype), on_gpu(2, 3, 9, 14, 16, dtype=dtype)
         last = even.contiguous(memory_format=torch.channels_last)
+        small = on_gpu(3, 5, 9, 11, dtype=dtype)
         calls: dict[str, tuple[Any, ...]] = {
             "max_pool1d": (F.max_pool1d, line, (3, 2, 1)),
             "max_pool2d": (F.max_pool2d, plane, (3, 2, 1)),
@@ -40,6 +41,8 @@ def pool_backwards() -> Iterator[Case]:
             "avg_pool3d": (F.avg_pool3d, volume, (3, 2, 1)),
             "adaptive_max_pool2d": (F.adaptive_max_pool2d, plane, (7,)),
             "adaptive_avg_pool2d": (F.adaptive_avg_pool2d, plane, (7,)),
+            "adaptive_max_pool2d whole": (F.adaptive_max_pool2d, small, (1,)),
+            "adaptive_avg_pool2d whole": (F.adaptive_avg_pool2d, small, (1,)),
         }
         for name, (function, x, args) in calls.items():
             yield (
