@@ -137,7 +137,7 @@ def tilings(call: Call) -> list[Any]:
     if ruled.variant in ("bands", "spread"):
         return list(dict.fromkeys(small_tilings(call, ruled)))
     found = [backward_plan.plan_for(call).tiling, ruled, replace(ruled, static=not ruled.static)]
-    widths = [v for v in (1, 2, 4, 8) if cells_fit(b.pool, v)]
+    widths = [v for v in (1, 2, 4, 8) if cells_fit(b.pool, v, backward_plan.channel_lanes(b))]
     found += [BackwardTiling("cells", 128, 4, v=v, static=True) for v in widths]
     if ruled.variant == "cells":
         here = replace(ruled, static=True)

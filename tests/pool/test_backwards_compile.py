@@ -49,10 +49,13 @@ def test_no_spills_no_atomics_and_wide_accesses(reports):
 
 
 def test_a_window_is_loaded_once_for_the_cells_near_it(reports):
-    """3x3, stride 2: two rows of a vector and a window beside it, twice, for 16 elements."""
-    counts = reports["stem-f16"]["counts"]
-    assert sum(n for code, n in counts.items() if code.startswith("LDG")) == 8
-    assert sum(n for code, n in counts.items() if code.startswith("STG")) == 2
+    """3x3, stride 2: of two rows a vector and a window beside it, gradients and offsets, for 16
+    elements; of channels four windows for four elements.
+    """
+    for case, loads, stores in (("stem-f16", 8, 2), ("channels-last", 8, 4)):
+        counts = reports[case]["counts"]
+        assert sum(n for code, n in counts.items() if code.startswith("LDG")) == loads
+        assert sum(n for code, n in counts.items() if code.startswith("STG")) == stores
 
 
 def test_faults_are_seen():

@@ -151,6 +151,18 @@ def test_gather_with_sizes_compiled_in(case):
     assert run(op, make(), window(op, **how), tiling).constexprs["SHAPE"] is not None
 
 
+@pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.parametrize("case", [name for name in GATHER if name.startswith("channels-last")])
+def test_cells_of_channels(case, v):
+    """By the rule one cell a thread, of as many channels as a load takes."""
+    op, make, how, expected = GATHER[case]
+    tiling = BackwardTiling("cells", 32, 1, v=v, static=True, cache=".cs") if v > 1 else None
+    plan = run(op, make(), window(op, **how), tiling)
+    assert (plan.tiling.variant, plan.tiling.v) == ("cells", v)
+    assert plan.constexprs["CHANNELS_LAST"]
+    assert plan.constexprs["LANES"] == expected["VEC"]
+
+
 ADAPTIVE = {  # id: (op, input, output_size, the rule's variant)
     "global": ("adaptive_max_pool2d", lambda d: random(2, 5, 7, 6, dtype=d), (1, 1), "spread"),
     "global-avg": ("adaptive_avg_pool2d", lambda d: random(2, 5, 8, 4, dtype=d), (1, 1), "spread"),

@@ -108,6 +108,15 @@ def test_rule_bounds_a_threads_work(case):
     assert (t.variant, t.v) == want
 
 
+def test_rule_bounds_the_channels_of_a_thread():
+    """Of 8 channels: 9 windows of 2D are 72, 27 of 3D more than a thread may load."""
+    for op, dims, want in (("max_pool2d", 2, "cells"), ("max_pool3d", 3, "gather")):
+        params = window(op, 3, 1, 1)
+        g = channels_last(random(2, 8, *[4] * dims, dtype=F16))
+        offset = torch.zeros_like(g, dtype=torch.uint8)
+        assert plan_for(call_of(op, [g, offset], g.shape, params)).tiling.variant == want
+
+
 def test_rule_bounds_a_band_and_a_plane():
     found = {
         (shape, size): variant_of(shape, size)

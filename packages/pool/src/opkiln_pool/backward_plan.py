@@ -92,14 +92,24 @@ def piece(g: Geometry, v: int) -> int:
     return min(row & -row, 16 // g.itemsize)
 
 
-def cells_fit(g: Geometry, v: int) -> bool:
+def channel_lanes(b: Gradient) -> int:
+    """Channels of a load where they are innermost: 16 bytes, or what divides them; else 1."""
+    if not b.pool.channels_last or b.channels is None:
+        return 1
+    lanes = math.gcd(16 // b.pool.itemsize, b.channels)
+    return lanes if all(r.unit(lanes, b.counts, 1) == lanes for r in b.read) else 1
+
+
+def cells_fit(g: Geometry, v: int, lanes: int = 1) -> bool:
     """Whether cells_kernel serves a pool with v cells a thread, in code of bounded size."""
-    if g.adaptive or g.channels_last or v * math.prod(g.stride) > CELL_SUMS:
+    v *= lanes
+    if g.adaptive or v * math.prod(g.stride) > CELL_SUMS:
         return False
     if v * math.prod(g.kernel) > CELL_STEPS:
         return False
     depths, rows, columns = all_taps(g)[1]
-    return columns <= HALO + 1 and depths * rows * (v + columns - 1) <= CELL_WINDOWS
+    near = depths * rows * (v + (columns - 1) * lanes)
+    return columns <= HALO + 1 and near <= CELL_WINDOWS
 
 
 def spread_fits(g: Geometry) -> bool:
@@ -122,7 +132,7 @@ def bands_fit(g: Geometry) -> bool:
 
 def reads_vectors(b: Gradient, v: int) -> bool:
     """Whether v windows of a row are one vector, whole or outside the row."""
-    whole = v > 1 and b.pool.outs[2] % v == 0
+    whole = v > 1 and b.pool.outs[2] % v == 0 and not b.pool.channels_last
     return whole and all(t.unit(v, b.counts, 4) == v for t in b.read)
 
 
@@ -142,9 +152,11 @@ def rule(b: Gradient) -> BackwardTiling:
     unit = math.gcd(16 // g.itemsize, g.sizes[2])
     v = (unit if unit > 1 else 16 // g.itemsize) // g.stride[2]
     v = max(1 << v.bit_length() >> 1, 1)
+    lanes = channel_lanes(b)
+    v = 1 if g.channels_last else v
     while v > 1 and not cells_fit(g, v):
         v //= 2
-    if cells_fit(g, v):
+    if cells_fit(g, v, lanes):
         return BackwardTiling("cells", 128, 4, v=v)
     single = not g.channels_last and g.sizes[2] % 2 == 1  # else a vector a thread
     return BackwardTiling("gather", 256 if single else 128, 4, static=g.adaptive)
@@ -182,12 +194,13 @@ Launch = tuple[int, tuple[Any, ...], dict[str, Any]]
 
 def cells(b: Gradient, t: BackwardTiling) -> Launch:
     g = b.pool
-    vectors = reads_vectors(b, t.v)
-    unit = t.v if vectors else 1
+    vectors, lanes = reads_vectors(b, t.v), channel_lanes(b)
+    channels = None if b.channels is None else b.channels // lanes
+    unit = t.v if vectors else lanes
     strides = in_units(b.grad.strides, unit), b.offset_strides(unit)
     first, near, taps = all_taps(g)
     n = [-(-size // s) for size, s in zip(g.sizes, g.stride, strict=True)]
-    items = g.planes * n[0] * n[1] * -(-n[2] // t.v)
+    items = g.planes // lanes * n[0] * n[1] * -(-n[2] // t.v)
     constexprs = {
         "SHAPE": (g.sizes, g.outs, *strides) if t.static else None,
         **dict(zip(("TD", "TH", "TW"), taps, strict=True)),
@@ -201,22 +214,22 @@ def cells(b: Gradient, t: BackwardTiling) -> Launch:
         "V": t.v,
         "PIECE": piece(g, t.v),
         "EVEN": g.sizes[2] % piece(g, t.v) == 0,
+        "CHANNELS_LAST": g.channels_last,
+        "LANES": lanes,
         "BLOCK": t.block,
         "WIDE": b.wide,
         "CACHE": t.cache,
     }
-    arguments = (g.sizes, g.outs, b.channels, *strides, items, g.scale, *constexprs.values())
+    arguments = (g.sizes, g.outs, channels, *strides, items, g.scale, *constexprs.values())
     return -(-items // t.block), arguments, constexprs
 
 
 def gather(b: Gradient, t: BackwardTiling) -> Launch:
     g = b.pool
-    vec, channels = math.gcd(16 // g.itemsize, g.sizes[2]), b.channels
-    vectors = False
+    vec, channels, vectors = math.gcd(16 // g.itemsize, g.sizes[2]), b.channels, False
     if g.channels_last and channels is not None:
-        vec = math.gcd(16 // g.itemsize, channels)
-        vectors = all(r.unit(vec, b.counts, 1) == vec for r in b.read)
-        vec = vec if vectors else 1
+        vec = channel_lanes(b)
+        vectors = vec > 1
         channels //= vec
     unit = vec if vectors else 1
     strides = in_units(b.grad.strides, unit), b.offset_strides(unit)

@@ -1,4 +1,4 @@
-"""Gradient of a pool with fixed windows, for outputs with dense rows.
+"""Gradient of a pool with fixed windows, for outputs with dense rows or dense channels.
 
 grad[p, i] = sum of g[p, o] over the windows o that hold i (o * STRIDE - PADDING + t * DILATION = i
 for a tap t): for maxima those whose saved offset is t, for averages each divided by what it counts.
@@ -6,7 +6,8 @@ for a tap t): for maxima those whose saved offset is t, for averages each divide
 The input is cut into cells of STRIDE elements a dim. Element q * STRIDE + r of cell q is tap t of
 window q + delta where t * DILATION = r + PADDING - delta * STRIDE: which taps these are does not
 depend on q, so that constants hold them all. A thread computes V neighbouring cells: it loads every
-window near them once, and stores whole vectors (3x3, stride 2: 10 loads for 16 elements).
+window near them once, and stores whole vectors (3x3, stride 2: 10 loads for 16 elements). Where
+channels are innermost, all of that for LANES channels at once, with loads and stores of LANES.
 """
 
 import triton
@@ -18,7 +19,7 @@ from opkiln_pool.reducers import counted, explode, implode, to_sums
 @triton.jit
 def load_column(row_ptrs, step, w0, row_mask, count_w, COLUMN: tl.constexpr, VECTOR: tl.constexpr,
                 V: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Column w0 + COLUMN of a row of windows; with column w0 all of its vector."""
+    """Column w0 + COLUMN of a row of windows; of w0 all of its vector. step: to the next."""
     columns = ()
     if VECTOR and COLUMN == 0:
         ptrs = row_ptrs[:, None] + tl.arange(0, V)[None, :]
@@ -35,9 +36,10 @@ def load_column(row_ptrs, step, w0, row_mask, count_w, COLUMN: tl.constexpr, VEC
 @triton.jit
 def load_windows(row_ptrs, step, w0, row_mask, count_w, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
                  VECTOR: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Columns w0 + FIRST to w0 + FIRST + COLUMNS - 1 of a row of windows, each [BLOCK]; 0 outside.
+    """Columns w0 + FIRST to w0 + FIRST + COLUMNS - 1 of a row of windows; 0 outside.
 
-    row_ptrs [BLOCK]: column w0. VECTOR: the V columns from w0 on are one vector, whole or outside.
+    row_ptrs: column w0, [BLOCK], as each column then is, or [BLOCK, LANES]. VECTOR: the V columns
+    from w0 on are one vector, whole or outside.
     """
     columns = ()
     for k in tl.static_range(COLUMNS):
@@ -129,6 +131,44 @@ def store_row(out_ptr, sums, row, chunk, mask, size_w, scale, START: tl.constexp
         tl.store(out_ptr + places, x.to(out_ptr.dtype.element_ty), mask=here, cache_modifier=CACHE)
 
 
+@triton.jit
+def store_channels(out_ptr, sums, row, channels, c, chunk, mask, size_w, scale,
+                   START: tl.constexpr, DIVISOR: tl.constexpr, ROW: tl.constexpr,
+                   LANES: tl.constexpr, CACHE: tl.constexpr):  # fmt: skip
+    """Store ROW elements of a row from sums[START] on, LANES channels of each."""
+    lanes = tl.arange(0, LANES)[None, :]
+    for i in tl.static_range(ROW):
+        x = sums[START + i]
+        if DIVISOR == "scale":
+            x = x * scale
+        w = chunk * ROW + i
+        places = ((row * size_w + w) * channels + c) * LANES + lanes
+        here = tl.broadcast_to(mask & (w < size_w), x.shape)
+        tl.store(out_ptr + places, x.to(out_ptr.dtype.element_ty), mask=here, cache_modifier=CACHE)
+
+
+@triton.jit
+def decode_cells(item, sizes, channels, STRIDE: tl.constexpr, ROW: tl.constexpr,
+                 CHANNELS_LAST: tl.constexpr):  # fmt: skip
+    """Flat item -> plane of the output, n, c, cell (qd, qh), chunk of its row."""
+    c = item * 0
+    if CHANNELS_LAST:
+        c = item % channels
+        item = item // channels
+    cells_d = (sizes[0] + STRIDE[0] - 1) // STRIDE[0]
+    cells_h = (sizes[1] + STRIDE[1] - 1) // STRIDE[1]
+    chunks = (sizes[2] + ROW - 1) // ROW
+    chunk = item % chunks
+    qh = item // chunks % cells_h
+    qd = item // (chunks * cells_h) % cells_d
+    plane = item // (chunks * cells_h * cells_d)
+    n = plane
+    if not CHANNELS_LAST and channels is not None:
+        c = plane % channels
+        n = plane // channels
+    return plane, n, c, qd, qh, chunk
+
+
 @triton.jit(do_not_specialize=["items"])
 def cells_kernel(
     g_ptr, offset_ptr, out_ptr,  # offset_ptr None for averages
@@ -136,10 +176,11 @@ def cells_kernel(
     SHAPE: tl.constexpr, TD: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
     FIRST: tl.constexpr, NEAR: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
     PADDING: tl.constexpr, DIVISOR: tl.constexpr, VECTOR: tl.constexpr, V: tl.constexpr,
-    PIECE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    CACHE: tl.constexpr,
+    PIECE: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: cdiv(items, BLOCK) programs; an item is V cells along a row, fewer at its end.
+    """Grid: cdiv(items, BLOCK) programs; an item is V cells along a row, fewer at its end, of LANES
+    channels: 1 but for channels_last, where channels and strides are in units of LANES, c's is 1.
 
     SHAPE: None, or (sizes, outs, g_strides, offset_strides) as constants. Strides over (n, c, d, h,
     w), where VECTOR in units of V but w's, which is 1. channels None: planes are evenly spaced.
@@ -154,25 +195,18 @@ def cells_kernel(
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if WIDE:
         item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if CHANNELS_LAST:
+        item = item[:, None]
     mask = item < items
-    cells_d = (sizes[0] + STRIDE[0] - 1) // STRIDE[0]
-    cells_h = (sizes[1] + STRIDE[1] - 1) // STRIDE[1]
     ROW: tl.constexpr = V * STRIDE[2]
-    chunks = (sizes[2] + ROW - 1) // ROW
-    chunk = item % chunks
-    qh = item // chunks % cells_h
-    qd = item // (chunks * cells_h) % cells_d
-    plane = item // (chunks * cells_h * cells_d)
-    n = plane
-    c = n * 0
-    if channels is not None:
-        c = n % channels
-        n = n // channels
-    UNIT: tl.constexpr = V if VECTOR else 1
+    plane, n, c, qd, qh, chunk = decode_cells(item, sizes, channels, STRIDE, ROW, CHANNELS_LAST)
+    UNIT: tl.constexpr = V if VECTOR else LANES
     w0 = chunk * V
     along = chunk if VECTOR else w0  # in units
-    g_base = n * g_strides[0] + c * g_strides[1] + along * g_strides[4]
+    g_ptrs = g_ptr + (n * g_strides[0] + c * g_strides[1] + along * g_strides[4]) * UNIT
     offset_base = n * offset_strides[0] + c * offset_strides[1] + along * offset_strides[4]
+    if CHANNELS_LAST:
+        g_ptrs += tl.arange(0, LANES)[None, :]
 
     NEAR_D: tl.constexpr = NEAR[0]
     NEAR_H: tl.constexpr = NEAR[1]
@@ -180,20 +214,24 @@ def cells_kernel(
     ROWS: tl.constexpr = STRIDE[0] * STRIDE[1]  # of elements in a cell
     sums = ()
     for _ in tl.static_range(ROWS * ROW):
-        sums = sums + (to_sums(tl.full([BLOCK], 0.0, tl.float32), out_ptr),)
+        zero = tl.full([BLOCK, LANES] if CHANNELS_LAST else [BLOCK], 0.0, tl.float32)
+        sums = sums + (to_sums(zero, out_ptr),)
     for i in tl.static_range(NEAR_D):
         for j in tl.static_range(NEAR_H):
             od = qd + (FIRST[0] + i)
             oh = qh + (FIRST[1] + j)
             row_mask = mask & (od >= 0) & (od < outs[0]) & (oh >= 0) & (oh < outs[1])
-            at = g_base + od * g_strides[2] + oh * g_strides[3]
-            g = load_windows(g_ptr + at * UNIT, g_strides[4], w0, row_mask, outs[2], FIRST[2],
+            at = (od * g_strides[2] + oh * g_strides[3]) * UNIT
+            g = load_windows(g_ptrs + at, g_strides[4] * LANES, w0, row_mask, outs[2], FIRST[2],
                              COLUMNS, VECTOR, V, BLOCK)  # fmt: skip
             offsets = ()
             if offset_ptr is not None:
                 at = offset_base + od * offset_strides[2] + oh * offset_strides[3]
-                offsets = load_windows(offset_ptr + at * UNIT, offset_strides[4], w0, row_mask,
-                                       outs[2], FIRST[2], COLUMNS, VECTOR, V, BLOCK)  # fmt: skip
+                ptrs = offset_ptr + at * UNIT
+                if CHANNELS_LAST:
+                    ptrs += tl.arange(0, LANES)[None, :]
+                offsets = load_windows(ptrs, offset_strides[4] * LANES, w0, row_mask, outs[2],
+                                       FIRST[2], COLUMNS, VECTOR, V, BLOCK)  # fmt: skip
             g = shares(g, od, oh, w0, sizes, FIRST[2], KERNEL, STRIDE, PADDING, DIVISOR)
             sums = add_windows(sums, g, offsets, i, j, TD, TH, TW, NEAR, KERNEL,
                                STRIDE, V)  # fmt: skip
@@ -202,5 +240,10 @@ def cells_kernel(
         d = qd * STRIDE[0] + r // STRIDE[1]
         h = qh * STRIDE[1] + r % STRIDE[1]
         row = (plane * sizes[0] + d) * sizes[1] + h
-        store_row(out_ptr, sums, row, chunk, mask & (d < sizes[0]) & (h < sizes[1]), sizes[2],
-                  scale, r * ROW, DIVISOR, ROW, PIECE, EVEN, BLOCK, CACHE)  # fmt: skip
+        here = mask & (d < sizes[0]) & (h < sizes[1])
+        if CHANNELS_LAST:
+            store_channels(out_ptr, sums, row, channels, c, chunk, here, sizes[2], scale, r * ROW,
+                           DIVISOR, ROW, LANES, CACHE)  # fmt: skip
+        else:
+            store_row(out_ptr, sums, row, chunk, here, sizes[2], scale, r * ROW, DIVISOR, ROW,
+                      PIECE, EVEN, BLOCK, CACHE)  # fmt: skip
