@@ -237,7 +237,8 @@ def write_tuning(results: pathlib.Path) -> None:
             call, _ = Row(r["op"], r["label"], r["dtype"]).planned()
             groups.setdefault(json.dumps(key_of(r["op"], gradient_of(call).pool)), []).append(r)
     table = json.loads(TUNING.read_text("utf-8"))
-    kept = [r for r in table["rows"] if not r["op"].endswith("_backward")]
+    new = [json.loads(key) for key in groups]
+    kept = [r for r in table["rows"] if not any(key.items() <= r.items() for key in new)]
     for key, found in groups.items():
         scores: dict[str, list[float]] = {}
         for c in (c for r in found for c in r["candidates"] if "us" in c and not c["spills"]):
