@@ -35,6 +35,7 @@ def pool_backwards() -> Iterator[Case]:
             "max_pool2d dilated": (F.max_pool2d, plane, (3, 1, 1, 2)),
             "max_pool2d last": (F.max_pool2d, last, (3, 2, 1)),
             "max_pool3d": (F.max_pool3d, volume, (3, 2, 1)),
+            "max_pool1d long": (F.max_pool1d, line, (128, 1)),
             "avg_pool1d": (F.avg_pool1d, line, (4, 2, 1, True)),
             "avg_pool2d": (F.avg_pool2d, plane, (3, 2, 1, True)),
             "avg_pool2d last": (F.avg_pool2d, last, (3, 2, 1)),
