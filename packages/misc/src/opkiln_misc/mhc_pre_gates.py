@@ -49,15 +49,18 @@ def sinkhorn(m, valid, rounds_ptr, repeat, eps, NP: tl.constexpr, R: tl.constexp
 def sinkhorn_back(m, g, valid, rounds_ptr, repeat, NP: tl.constexpr, R: tl.constexpr):
     """From the result and its gradient to the first matrix and its gradient, step by step: with
     y = m / s and s = sum(m) + eps, the gradient of m is (g - sum(g y)) / s, and m = y s.
+
+    A sum of products has to take them from tl.fma: a plain product is fused into the sum's first
+    exchange, so that lanes which hold one element twice round it in two ways.
     """
     at = tl.arange(0, R)[:, None] * NP + tl.arange(0, NP)[None, :]
     for i in tl.range(0, repeat):
         step = repeat - 1 - i
         by_column = tl.load(rounds_ptr + (2 * step + 1) * R * NP + at)[:, None, :]
         by_row = tl.load(rounds_ptr + 2 * step * R * NP + at)[:, :, None]
-        g = tl.where(valid, (g - tl.sum(g * m, axis=1)[:, None, :]) / by_column, 0.0)
+        g = tl.where(valid, (g - tl.sum(tl.fma(g, m, 0.0), axis=1)[:, None, :]) / by_column, 0.0)
         m = tl.where(valid, m * by_column, 0.0)
-        g = tl.where(valid, (g - tl.sum(g * m, axis=2)[:, :, None]) / by_row, 0.0)
+        g = tl.where(valid, (g - tl.sum(tl.fma(g, m, 0.0), axis=2)[:, :, None]) / by_row, 0.0)
         m = tl.where(valid, m * by_row, 0.0)
     return m, g
 
@@ -101,12 +104,12 @@ def coefficients(
     tl.debug_barrier()
     g = tl.load(sums_ptr + r3 * S + M + 1 + j * N + i, mask=valid, other=0.0)
     m, g = sinkhorn_back(m, g, valid, rounds_ptr, repeat, NP, R)
-    dz = g * m
+    dz = tl.fma(g, m, 0.0)
     # The gradient of the row's maximum is shared by those that are equal to it.
     ties = tl.sum(is_most.to(tl.float32), axis=2)[:, :, None]
     dz -= tl.where(is_most, tl.sum(dz, axis=2)[:, :, None] / ties, 0.0)
     dz = tl.where(valid, dz, 0.0)
-    pull = alpha_res * tl.sum(tl.sum(h_res * dz, axis=2), axis=1)
+    pull = alpha_res * tl.sum(tl.sum(tl.fma(h_res, dz, 0.0), axis=2), axis=1)
     tl.store(coef_ptr + r3 * K + DH + at, alpha_res * s[:, None, None] * dz, mask=valid)
     tl.store(coef_ptr + r3 * K + DH + M + at, dz, mask=valid)
 
@@ -115,7 +118,7 @@ def coefficients(
     z = alpha_pre * h * s[:, None] + bias
     g = tl.load(sums_ptr + r2 * S + M + 1 + N * N + n, mask=inside, other=0.0)
     d = tl.where(inside, g * sigmoid(z) * sigmoid(-z), 0.0)
-    pull += alpha_pre * tl.sum(h * d, axis=1)
+    pull += alpha_pre * tl.sum(tl.fma(h, d, 0.0), axis=1)
     tl.store(coef_ptr + r2 * K + N * N + n, sigmoid(z), mask=inside)
     tl.store(coef_ptr + r2 * K + DH + n, alpha_pre * s[:, None] * d, mask=inside)
     tl.store(coef_ptr + r2 * K + DH + M + n, d, mask=inside)
@@ -125,7 +128,7 @@ def coefficients(
         h = tl.load(sums_ptr + r2 * S + N + n, mask=inside, other=0.0)
         at = (first + r2).to(tl.int64) * stride_gb + n.to(tl.int64) * stride_gn
         d = tl.load(g_post_ptr + at, mask=inside & (first + r2 < B), other=0.0).to(tl.float32)
-        pull += alpha_post * tl.sum(h * d, axis=1)
+        pull += alpha_post * tl.sum(tl.fma(h, d, 0.0), axis=1)
     tl.store(coef_ptr + r2 * K + DH + N + n, alpha_post * s[:, None] * d, mask=inside)
     tl.store(coef_ptr + r2 * K + DH + M + N + n, d, mask=inside)
 
