@@ -51,7 +51,7 @@ def request(case: str) -> dict[str, Any]:
     tensors = [torch.empty(s, dtype=dtype, device="meta") for s in (shape, weight)]
     call = Call.of(CATALOGUE[f"conv{n}d"], [*tensors, None], params, real=False)
     found = (tiling, "test") if tiling else None
-    conv_plan.tuned = lambda g, patches: found
+    conv_plan.tuned = lambda *_: found
     plan = conv_plan.plan_for(call)
     kernel, options = KERNELS[plan.tiling.variant], options_of(plan)
     arguments, constexprs = plan.arguments, dict(plan.constexprs)

@@ -38,7 +38,7 @@ def use_tiling(monkeypatch):
     """Make every plan use a tiling."""
 
     def put(tiling: Tiling) -> None:
-        monkeypatch.setattr(conv_plan, "tuned", lambda g, patches: (tiling, "test"))
+        monkeypatch.setattr(conv_plan, "tuned", lambda *_: (tiling, "test"))
 
     return put
 
@@ -303,6 +303,17 @@ def test_table_is_found_by_geometry_alone(monkeypatch):
     for other in (last(x), x[..., :5], x.float()):
         moved = Call.of(CATALOGUE["conv2d"], [other, w.to(other.dtype), None], window(2))
         assert plan_for(moved).source == "rule"
+
+
+def test_a_bias_may_have_another_tiling(monkeypatch):
+    x, w = random(2, 4, 6, 6), random(4, 4, 3, 3)
+    use = {"variant": "gather", "block_m": 16, "block_n": 16, "block_k": 32}
+    calls = [Call.of(CATALOGUE["conv2d"], [x, w, b], window(2)) for b in (None, random(4))]
+    row = tilings.key_of(geometry_of(calls[0])) | {"label": "row", "use": use}
+    for biased, blocks in ((None, [32, 32]), (use | {"block_k": 16}, [32, 16])):
+        more = {"biased": biased} if biased else {}
+        monkeypatch.setattr(tilings, "tuning_rows", lambda more=more: (row | more,))
+        assert [plan_for(call).tiling.block_k for call in calls] == blocks
 
 
 REFUSED = {  # id: (input, words of the refusal)

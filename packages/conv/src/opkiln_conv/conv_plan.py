@@ -70,11 +70,14 @@ def plan_for(call: Any) -> ConvPlan | PatchPlan:
     g, x = geometry_of(call), call.tensors.input
     tf32 = bool(call.params.allow_tf32)
     matrix_units = x.dtype != torch.float32 or tf32
-    found = tuned(g, patch.serves(call, g)) if x.dtype != torch.float32 else None
+    has_bias = call.tensors.bias is not None
+    found = None
+    if x.dtype != torch.float32:
+        found = tuned(g, patch.serves(call, g), has_bias)
     tiling, source = found or (rule(g, matrix_units), "rule")
     if isinstance(tiling, PatchTiling):
         return patch.plan_of(call, g, tiling, source)
-    stride_b = 0 if call.tensors.bias is None else call.tensors.bias.stride[0]
+    stride_b = call.tensors.bias.stride[0] if has_bias else 0
     product = {
         "F32": x.dtype == torch.bfloat16 and x.device.type == "cpu",
         "PRECISION": "tf32" if tf32 else "ieee",

@@ -181,8 +181,12 @@ def key_of(g: Geometry) -> dict[str, Any]:
     return {k: getattr(g, k) for k in numbers} | {k: list(getattr(g, k)) for k in names}
 
 
-def tuned(g: Geometry, patches: bool) -> tuple[Tiling | PatchTiling, str] | None:
-    """The table's row for this geometry in its plain layout. patches: csrc/patch.cu may serve."""
+def tuned(
+    g: Geometry, patches: bool, bias: bool = False
+) -> tuple[Tiling | PatchTiling, str] | None:
+    """The table's row for this geometry in its plain layout. patches: csrc/patch.cu may serve.
+    bias: the call has one, for which a row may have a tiling of its own.
+    """
     if not (g.aligned and dense_input(g) and dense_weight(g)):
         return None
     key = key_of(g)
@@ -190,5 +194,5 @@ def tuned(g: Geometry, patches: bool) -> tuple[Tiling | PatchTiling, str] | None
         if all(row[k] == v for k, v in key.items()):
             if patches and "patch" in row:
                 return PatchTiling(**row["patch"]), row["label"]
-            return Tiling(**row["use"]), row["label"]
+            return Tiling(**row["biased" if bias and "biased" in row else "use"]), row["label"]
     return None
