@@ -142,7 +142,8 @@ def test_examples_by_position_and_by_keyword() -> None:
 
 
 def test_gain_from_the_shipped_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables of the H200, looked up for calls on a CPU."""
+    """The tables of the H200, looked up for calls on a CPU where there is no GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr(measured, "arch_of", lambda device: "sm90")
     monkeypatch.setattr(measured, "tables", measured.shipped)
     model = torch.nn.Sequential(torch.nn.RMSNorm(4096), torch.nn.RMSNorm(4096)).half()
@@ -156,8 +157,9 @@ def test_gain_from_the_shipped_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.parts[2](self.parts[0](self.parts[1](x))[:, :3])
 
+    example = torch.ones(2048, 4096, dtype=torch.float16, device=device)
     with opkiln.use("opkiln"):
-        plan = opkiln.replace(Model(), example=torch.ones(2048, 4096, dtype=torch.float16))
+        plan = opkiln.replace(Model().to(device), example=example)
     first, second, other = plan.replaced
     (call,) = first.calls
     entry = measured.entry_of(call)

@@ -87,10 +87,12 @@ def test_the_policy_reaches_a_backward_on_another_thread() -> None:
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
     """DistributedDataParallel over gloo: see ddp_step.py."""
     program = Path(__file__).with_name("ddp_step.py")
+    paths = filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), str(rank), str(tmp_path / "meeting")],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
