@@ -106,7 +106,9 @@ def backward_native(
     output_mask: list[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     n = len(stride)
-    if n == 3 and groups > 1 and input.dtype.itemsize == 2:  # torch sums these in 16 bits
+    # Torch sums 16-bit groups of volumes in 16 bits, and float16 on CPUs that lack it.
+    on_cpu = input.device.type == "cpu" and input.dtype == torch.float16
+    if on_cpu or (n == 3 and groups > 1 and input.dtype.itemsize == 2):
         return backward_reference(
             grad_out, input, weight, stride, padding, dilation, groups, allow_tf32, output_mask
         )
