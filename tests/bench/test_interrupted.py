@@ -23,13 +23,18 @@ SWEEP = (
 
 
 def start(folder: Path, *arguments: str, before: Callable[[], None] | None = None):
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
+        if before is not None:
+            before()
+
     return subprocess.Popen(
         [sys.executable, "-m", "opkiln_bench", *SWEEP, *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=before,
+        preexec_fn=prepare,
         env={**os.environ, "OPKILN_COMMIT": "test"},
     )
 
