@@ -101,15 +101,14 @@ class Slow:
         self.right = REGISTRY.of(spec.name)["torch-ref"].loader()
         self.start = start
         self.asked: list[int] = []
+        self.neighbours: Callable[[int], tuple[int, ...]] = lambda ms: (4 * ms, ms // 2)
 
     def tilings(self, call: Call) -> list[dict[str, Any]]:
         now = tilings.of(call) or {"kernel": "slow", "ms": self.start}
         self.asked.append(now["ms"])
-        half = {"kernel": "slow", "ms": now["ms"] // 2}
         return [
             now,
-            {"kernel": "slow", "ms": 4 * now["ms"]},
-            half,
+            *({"kernel": "slow", "ms": ms} for ms in self.neighbours(now["ms"])),
             {"kernel": "slow", "ms": 0, "wrong": True},
             {"kernel": "slow", "ms": 0, "broken": True},
         ]
@@ -154,7 +153,7 @@ def test_the_search_goes_to_the_fastest_right_one(step: Path, slow: Slow) -> Non
 
 def test_where_nothing_is_faster_the_usual_stays(step: Path, slow: Slow) -> None:
     row = next(row for row in read_step(step) if row.name == "rms_norm")
-    slow.start = 0
+    slow.start, slow.neighbours = 4, lambda ms: (4 * ms, 2 * ms)
     found = search(bring(row, CPU), TIMER)
     assert found is not None and found.tiling is None and found.us == found.before_us
 
