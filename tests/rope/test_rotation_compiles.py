@@ -104,7 +104,7 @@ def test_no_spills_and_wide_accesses(reports):
         row: faults(reports[row], row == "position-ids", 64 if row == "neox-1d" else 128)
         for row in ROWS
     }
-    assert found == dict.fromkeys(ROWS, [])
+    assert found == {row: [] for row in ROWS}
     assert [reports[r]["spill_bytes"] for r in STRIDED] == [0, 0]
 
 
