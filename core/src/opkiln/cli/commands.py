@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def emit(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def show(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> None:
     """A table, as wide as it needs to be when it does not go to a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -119,12 +119,20 @@ def doctor(as_json: bool) -> int:
 @opkiln.command("list")
 @click.option("--op", help="One op, by its name here or on the pages.")
 @click.option("--family", type=click.Choice(list(FAMILY_DISTRIBUTION)), help="One family's ops.")
+@click.option("--backend", help="The capability cards of this backend; with --op a whole one.")
+@click.option("--summary", type=click.Path(dir_okay=False), help="Cards from this conform --json.")
 @as_json
-def list_ops(op: str | None, family: str | None, as_json: bool) -> int:
-    """The ops, and the installed backends of each."""
+def list_ops(
+    op: str | None, family: str | None, backend: str | None, summary: str | None, as_json: bool
+) -> int:
+    """The ops, and the installed backends of each; or what one backend was shown to do."""
     names = library.ops(family)
     if op is not None:
         names = [n for n in [known_op(op)] if n in names]
+    if backend is not None:
+        return list_cards(names, backend, summary, op is not None, as_json)
+    if summary is not None:
+        raise click.UsageError("--summary needs --backend")
     rows: list[dict[str, Any]] = [
         {
             "op": name,
@@ -139,6 +147,27 @@ def list_ops(op: str | None, family: str | None, as_json: bool) -> int:
     else:
         cells = [[r["op"], r["page_op"], r["family"], ", ".join(r["backends"])] for r in rows]
         show("", ["op", "on the pages", "family", "backends"], cells)
+    return 0
+
+
+def list_cards(
+    names: list[str], backend: str, summary: str | None, whole: bool, as_json: bool
+) -> int:
+    """A table with a line for each op, or whole cards."""
+    from opkiln.cli import cards
+
+    try:
+        found = cards.cards_of(names, backend, summary)
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        emit([card.as_dict() for card in found])
+    elif whole:
+        click.echo("\n\n".join(map(str, found)))
+    else:
+        show("", cards.HEAD, map(cards.row, found))
+        for source in dict.fromkeys(card.source for card in found):
+            click.echo(source)
     return 0
 
 
