@@ -168,3 +168,30 @@ def test_list_of_wrong_usage_is_one_line(summary: Path) -> None:
         assert done.exit_code == 2
         assert done.stderr.startswith("opkiln: ") and message in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_a_shipped_summary_is_found(summary: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """`opkiln cards` puts each package's ops into it, and cards come from there."""
+    monkeypatch.setattr(
+        "opkiln.summary.packages", lambda: {"opkiln:torch": "shipping", "other:one": "another"}
+    )
+    (tmp_path / "shipping").mkdir()
+    (tmp_path / "shipping/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    done = invoke("cards", str(summary))
+    assert done.exit_code == 0, done.output
+    file = tmp_path / "shipping/cards/torch-cpu.json"
+    assert done.output == f"{file}\n"
+    assert json.loads(file.read_text()) == json.loads(summary.read_text())
+    assert opkiln.card("rms_norm", "torch") == opkiln.card("rms_norm", "torch", summary)
+    assert opkiln.card("layer_norm", "torch").source.startswith("no summary")
+
+
+def test_what_no_package_has_cannot_be_shipped(summary: Path, tmp_path: Path) -> None:
+    for file, message in (
+        (changed(summary, tmp_path, backend="nobody"), "no installed package has"),
+        (tmp_path / "absent.json", "absent.json: No such file"),
+    ):
+        done = invoke("cards", str(file))
+        assert done.exit_code == 2
+        assert message in done.stderr and done.stderr.count("\n") == 1

@@ -26,15 +26,15 @@ HEAD = ("op", *COLUMNS.values(), "dtypes", "layouts", "largest error in ulp")
 
 
 def cards_of(ops: Sequence[str], backend: str, summary: str | None = None) -> list[Card]:
-    """Of the forward ops among `ops` that the summary, or else the backend, has.
+    """Of the ops that the summary, or else the backend, has; of several the forward ones alone.
 
     ArgumentError for an unknown backend where no summary is given, or where no card is left.
     """
     if summary is None and backend not in REGISTRY.backends():
         raise ArgumentError(f"no backend {backend!r}{nearest(backend, REGISTRY.backends())}")
     file = None if summary is None else Path(summary)
-    forward = [op for op in ops if CATALOGUE[op].forward_op is None]
-    found = [card(op, backend, file) for op in forward if file or backend in REGISTRY.of(op)]
+    chosen = [op for op in ops if len(ops) == 1 or CATALOGUE[op].forward_op is None]
+    found = [card(op, backend, file) for op in chosen if file or backend in REGISTRY.of(op)]
     found = [c for c in found if c.device or file is None]
     if not found:
         raise ArgumentError(f"no card: nothing is known of {', '.join(ops)} by {backend}")

@@ -1,4 +1,4 @@
-"""The commands: doctor, list, explain, conform, tune. Errors are one line; exit codes 0, 1, 2."""
+"""The commands: doctor, list, explain, conform, cards, tune. Errors are one line; exits 0, 1, 2."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from opkiln.ops import CATALOGUE
 from opkiln.policy import current
 from opkiln.registry import REGISTRY
 from opkiln.spec import Call
+from opkiln.summary import as_text, ship
 
 FINDING = 1
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -154,10 +155,10 @@ def list_cards(
     names: list[str], backend: str, summary: str | None, whole: bool, as_json: bool
 ) -> int:
     """A table with a line for each op, or whole cards."""
-    from opkiln.cli import cards
+    from opkiln.cli import cards as table
 
     try:
-        found = cards.cards_of(names, backend, summary)
+        found = table.cards_of(names, backend, summary)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
@@ -165,7 +166,7 @@ def list_cards(
     elif whole:
         click.echo("\n\n".join(map(str, found)))
     else:
-        show("", cards.HEAD, map(cards.row, found))
+        show("", table.HEAD, map(table.row, found))
         for source in dict.fromkeys(card.source for card in found):
             click.echo(source)
     return 0
@@ -235,7 +236,7 @@ def conform(
 
     def write(report: conformance.Report) -> None:
         if file is not None:
-            file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+            file.write_text(as_text(report.to_json()), encoding="utf-8")
 
     def finished(op: conformance.OpReport, so_far: conformance.Report) -> None:
         click.echo(f"{op.op}: {op.status}, {op.cases} cases", err=True)
@@ -254,6 +255,22 @@ def conform(
     write(report)
     click.echo(str(report))
     return 0 if report.ok else FINDING
+
+
+@opkiln.command()
+@click.argument("summary", type=click.Path(dir_okay=False, path_type=Path))
+def cards(summary: Path) -> int:
+    """Put what conform --json wrote into the packages of the backend, which ship it from then on.
+
+    For who develops them, in editable installs: each gets cards/<backend>-<device>.json.
+    """
+    try:
+        written = ship(summary)
+    except (ArgumentError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    for path in written:
+        click.echo(str(path))
+    return 0
 
 
 @opkiln.command()

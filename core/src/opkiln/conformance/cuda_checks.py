@@ -25,7 +25,7 @@ from opkiln.conformance.checks import (
     run,
 )
 from opkiln.conformance.compare import compare
-from opkiln.conformance.judge import call_of, judged, launch_of
+from opkiln.conformance.judge import call_of, first_taken, judged, launch_of
 from opkiln.conformance.rows import BATCHED, TABLES
 from opkiln.conformance.rows.large import MANY, TILED
 from opkiln.conformance.tensors import T, bits, storage_of
@@ -44,7 +44,7 @@ def device_checks(op: str, backend: str, device: torch.device, big: bool) -> Ite
     cases = cases_of(op)
     if not cases:
         return
-    case = cases[0]
+    case = first_taken(cases, backend, device)
     yield judged(case, backend, device, "side_stream", on_side_stream)
     yield judged(case, backend, device, "cuda_graph", in_cuda_graph)
     if op in BATCHED:

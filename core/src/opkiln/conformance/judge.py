@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,6 +50,16 @@ def judged(
     except Exception as error:  # whatever a backend raises is its failure
         return said("failed", f"raised {type(error).__name__}: {error}".splitlines()[0])
     return said("passed")
+
+
+def first_taken(cases: Sequence[Case], backend: str, device: torch.device) -> Case:
+    """The first case that the implementation takes; the first of all where it takes none."""
+    impl = REGISTRY.of(cases[0].op).get(backend)
+
+    def takes(case: Case) -> bool:
+        return impl is not None and not refusal(impl, call_of(case.build(device), backend))
+
+    return next((case for case in cases if takes(case)), cases[0])
 
 
 def call_of(bound: Bound, backend: str, policy: Policy = DEFAULT) -> Call:

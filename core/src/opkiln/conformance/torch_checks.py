@@ -17,7 +17,7 @@ from opkiln import functional
 from opkiln.conformance.cases import Case, cases_of, widened
 from opkiln.conformance.checks import SETS, Fault, Outcome, in_order
 from opkiln.conformance.compare import compare
-from opkiln.conformance.judge import Check, call_of, judged
+from opkiln.conformance.judge import Check, call_of, first_taken, judged
 from opkiln.conformance.tensors import bits, normal
 from opkiln.ops import CATALOGUE
 from opkiln.road import Bound
@@ -37,8 +37,12 @@ def torch_checks(op: str, backend: str, device: torch.device) -> Iterator[Outcom
     forward = [c for c in cases_of(op) if c.kind == "forward"]
     if spec.forward_op is not None or not forward:
         return
-    usual = next((c for c in forward if c.dtype in USUAL), forward[0])
-    lowered = next((c for c in forward if c.dtype in (F16, BF16)), usual)
+
+    def first(dtypes: tuple[torch.dtype, ...]) -> Case:
+        of_these = [c for c in forward if c.dtype in dtypes]
+        return first_taken(of_these or forward, backend, device)
+
+    usual, lowered = first(USUAL), first((F16, BF16))
     checks: list[tuple[str, Case, Check]] = [
         ("compile", usual, when_compiled),
         ("export", usual, when_exported),
