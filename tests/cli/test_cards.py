@@ -16,7 +16,9 @@ from opkiln.conformance import cases_of, conform
 from opkiln.errors import ArgumentError
 from opkiln.ops import CATALOGUE
 from opkiln.policy import DEFAULT
+from opkiln.summary import SCHEMA_VERSION, shipped
 
+ROOT = Path(__file__).parents[2]
 OPS = ["rms_norm", "rms_norm_backward"]
 
 
@@ -195,3 +197,15 @@ def test_what_no_package_has_cannot_be_shipped(summary: Path, tmp_path: Path) ->
         done = invoke("cards", str(file))
         assert done.exit_code == 2
         assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_families_ship_the_committed_summary() -> None:
+    """`opkiln cards results/h200/conformance.json` was run after it changed; of an earlier schema
+    nothing can be shipped.
+    """
+    committed = json.loads((ROOT / "results/h200/conformance.json").read_text())
+    readable = committed["schema_version"] == SCHEMA_VERSION
+    found = [s for s in shipped() if s["backend"] == "opkiln"]
+    ops = {op["op"]: op for summary in found for op in summary["ops"]}
+    assert ops == ({op["op"]: op for op in committed["ops"]} if readable else {})
+    assert all(s["environment"] == committed["environment"] for s in found)

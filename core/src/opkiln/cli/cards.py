@@ -44,7 +44,7 @@ def cards_of(ops: Sequence[str], backend: str, summary: str | None = None) -> li
 def row(found: Card) -> list[str]:
     """Under HEAD: of each cell its word, the dtypes and layouts that were served, the errors."""
     marks = [c.status if (c := found.cells.get(name)) else NONE for name in COLUMNS]
-    errors = [f"{dtype} {ulp:.2g}" for dtype, (ulp, _) in found.errors.items()]
+    errors = [f"{dtype} {ulp:.1f}" for dtype, (ulp, _) in found.errors.items()]
     lists = (served(found.dtypes), served(found.layouts), errors)
     return [found.op, *marks, *[", ".join(names) or NOT_TESTED for names in lists]]
 
