@@ -118,8 +118,8 @@ opkiln` and `opkiln.card` say the same. `yes`: cases passed and none failed; `no
 with the reason below; `not tested`: no case shows it; `-`: the op has no such form. Errors are
 against the reference in double precision, in units in the last place of the result at its own size
 or at the root mean square of the result where that is larger; the largest ones are of cases whose
-formula amplifies rounding of its input (`mean2000`: a mean of 2,000 standard deviations). A backward
-has a card of its own below.
+formula amplifies rounding of its input (`mean2000`: a mean of 2,000 standard deviations). A
+backward has a card of its own below.
 
 """
 
