@@ -22,6 +22,7 @@ from opkiln.conformance.row_counts import (
     is_plain,
     row_count_checks,
     rows_of,
+    some,
 )
 from opkiln.dispatch import refusal
 from opkiln.ops import CATALOGUE
@@ -58,6 +59,16 @@ def test_who_promises_it_has_rows_to_show_it_on(op: str) -> None:
     cases = [c for c in cases_of(op) if op in ROWS and is_plain(c)]
     assert {c.dtype for c in cases} & {torch.float16, torch.float32, torch.complex64}
     assert all(name in CATALOGUE[op].tensor_names for name in ROWS[op])
+
+
+def test_a_gpu_runs_every_row_and_every_dtype() -> None:
+    cases = [c for c in cases_of("layer_norm") if is_plain(c)]
+    chosen = some(cases)
+    assert len(chosen) < len(cases)
+    assert {c.row.label for c in chosen} == {c.row.label for c in cases}
+    assert {c.dtype for c in chosen} == {c.dtype for c in cases}
+    assert len({c.dtype for c in chosen if c.row.label != cases[0].row.label}) > 1
+    assert some([]) == []
 
 
 @pytest.mark.parametrize("op", PROMISED if CUDA else QUICK)
