@@ -1,9 +1,9 @@
-"""Measure the rotation kernel's tilings, and the kernel before it, on the pages' rotary rows.
+"""Measure the rotation kernel's tilings on the pages' rotary rows.
 
     python bench/probes/rope.py --out DIR [--only SUBSTRING] [--no-compile]
 
-Writes DIR/rope.json and prints one line a row, then every candidate's time by kind and tiling; see
-common.py for how it measures. All of today's tilings must give the same bits.
+Writes DIR/rope.json and prints one line a row, then every candidate's time; common.py says how it
+measures. All tilings must give the same bits.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import torch
 
 sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/rope/src")]
 
-import rope_by_tables  # noqa: E402
 from opkiln import functional, road  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_bench.peers.compositions import composition  # noqa: E402
@@ -71,79 +70,48 @@ ROWS = [
 ]  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """tables: the kernel up to e84a7af; fence: with a barrier behind its loads of x."""
-
-    tiling: Tiling
-    tables: bool = False
-    fence: bool = False
-
-    @property
-    def name(self) -> str:
-        t = self.tiling
-        registers = f"r{t.max_registers}" if t.max_registers else ""
-        kind = ("fenced-tables" if self.fence else "tables") if self.tables else "angles"
-        shape = f"{t.block_t}x{t.block_h}x{t.steps} w{t.num_warps}"
-        return " ".join(filter(None, (kind, shape, registers, t.store_cache)))
+def name_of(t: Tiling) -> str:
+    registers = f"r{t.max_registers}" if t.max_registers else ""
+    shape = f"{t.block_t}x{t.block_h}x{t.steps} w{t.num_warps}"
+    return " ".join(filter(None, (shape, registers, t.store_cache)))
 
 
-def before(row: Row) -> Tiling:
-    """What the rule said up to e84a7af."""
-    heads = row.shape[-2] if len(row.shape) > 2 else 1
-    warps = 4 if heads > 1 else 2
-    rows = warps * 512 // row.shape[-1]
-    return Tiling(rows // min(heads, rows), min(heads, rows), 2 if heads > 1 else 1, warps)
-
-
-def candidates(row: Row) -> list[Candidate]:
-    """The kernel as it was, then what the rule says, then what may be better."""
+def candidates(row: Row) -> list[Tiling]:
+    """What the rule says, then what may be better."""
     call, _ = row.call("meta")
     plan = plan_for(call)
     assert plan is not None
-    old = before(row)
     if len(row.shape) == 2:
         a_warp = 512 // row.shape[-1]  # tokens of 8 pairs a lane
         found = [Tiling(a_warp * w, 1, 1, w) for w in (1, 2, 4)]
         found += [Tiling(a_warp * w // 2, 1, 1, w) for w in (2, 4, 8)]  # 4 pairs a lane
         found += [Tiling(a_warp, 1, 1, 4), Tiling(4 * a_warp, 1, 1, 2)]  # 2; 16
-        tables = [old, found[4]]
     else:
         shapes = [(1, 8, 2, 2), (1, 16, 2, 4), (1, 32, 1, 8), (1, 4, 4, 1), (1, 8, 4, 2)]
         found = [Tiling(*s) for s in shapes]
         found.append(dataclasses.replace(plan.tiling, store_cache=".cs"))
         found.append(Tiling(1, 16, 2, 4, store_cache=".cs"))
-        tables = [old, Tiling(1, 32, 1, 8)]
-    all_of_them = [Candidate(old, tables=True)]
-    all_of_them += [Candidate(t, tables=True, fence=True) for t in tables]
-    all_of_them += [Candidate(t) for t in (plan.tiling, *found)]
-    return list(dict.fromkeys(all_of_them))
+    return list(dict.fromkeys([plan.tiling, *found]))
 
 
-def warm(task: tuple[Row, Candidate]) -> dict[str, Any]:
+def warm(task: tuple[Row, Tiling]) -> dict[str, Any]:
     """Compile one candidate into Triton's cache on disk."""
-    row, candidate = task
+    row, tiling = task
     call, tensors = row.call("meta")
-    plan = plan_for(call, candidate.tiling)
+    plan = plan_for(call, tiling)
     assert plan is not None
     x = DTYPES[row.dtype]
     ids = tensors[1].dtype if len(tensors) > 1 else None
-    if candidate.tables:
-        mocks = (x, x, torch.float32, torch.float32, ids)
-        fixed = rope_by_tables.fixed_arguments(plan, candidate.fence)
-        kernel = rope_by_tables.table_kernel
-    else:
-        mocks = (x, x, torch.int32, ids)
-        fixed = rotation.fixed_arguments(call, plan)
-        kernel = rotation.rotation_kernel
-    return common.resources_of(lambda: kernel.warmup(*mocks, *fixed, grid=(1,), **plan.options()))
+    fixed = rotation.fixed_arguments(call, plan)
+    return common.resources_of(
+        lambda: rotation.rotation_kernel.warmup(
+            x, x, torch.int32, ids, *fixed, grid=(1,), **plan.options()
+        )
+    )
 
 
-def make(call: Call, candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
-    if candidate.tables:
-        launch = rope_by_tables.prepare(call, candidate.tiling, candidate.fence)
-    else:
-        launch = rotation.prepare(call, candidate.tiling)
+def make(call: Call, tiling: Tiling, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    launch = rotation.prepare(call, tiling)
     return lambda: launch(*tensors)
 
 
@@ -156,9 +124,9 @@ def measure(row: Row, compiled: bool, flush: torch.Tensor) -> dict[str, Any]:
     del wide
     ours = make(call, candidates(row)[-1], tensors)()
 
-    def build(candidate: Candidate) -> Callable[[], Any]:
-        run = make(call, candidate, tensors)
-        if not candidate.tables and not torch.equal(run(), ours):
+    def build(tiling: Tiling) -> Callable[[], Any]:
+        run = make(call, tiling, tensors)
+        if not torch.equal(run(), ours):
             raise ValueError("other bits than another tiling's")
         return run
 
@@ -166,7 +134,7 @@ def measure(row: Row, compiled: bool, flush: torch.Tensor) -> dict[str, Any]:
         wrong = common.wrong_elements(got, want, TOLERANCE[row.dtype])
         return f"{wrong} elements wrong" if wrong else ""
 
-    runs = {c.name: lambda c=c: build(c) for c in candidates(row)}
+    runs = {name_of(t): lambda t=t: build(t) for t in candidates(row)}
     others: dict[str, Callable[[], Any]] = {}
     if compiled:
         torch._dynamo.reset()
@@ -178,7 +146,7 @@ def measure(row: Row, compiled: bool, flush: torch.Tensor) -> dict[str, Any]:
 def main() -> None:
     options = common.options(__doc__, "--no-compile")
     rows = common.chosen(ROWS, options.only)
-    common.warm_all(warm, [(row, candidate) for row in rows for candidate in candidates(row)])
+    common.warm_all(warm, [(row, tiling) for row in rows for tiling in candidates(row)])
     flush = common.flush_buffer()
     results = common.Results(options.out / "rope.json")
     for row in rows:

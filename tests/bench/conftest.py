@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from measured_calls import call_of
+from opkiln.measured import bucket_of
 from opkiln_bench.records import Recorder, Run, read_run
 
 DEVICE = Path(__file__).parent / "device.yaml"
@@ -119,3 +121,18 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         return read_run(tmp_path / name)
 
     return build
+
+
+@pytest.fixture
+def rows(make_row: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Of rms_norm: with both contestants, with one, and of a record without buckets."""
+
+    def row(label: str, bucket: Any, **changes: Any) -> dict[str, Any]:
+        return make_row(label, bucket={"kind": bucket.kind, "sizes": list(bucket.sizes)}, **changes)
+
+    return [
+        row("a", bucket_of(call_of())),
+        row("b", bucket_of(call_of(rows=1)), times_us={"opkiln": "refused", "torch": 3.0}),
+        row("c", bucket_of(call_of(rows=2)), times_us={"opkiln": "refused", "liger": 3.0}),
+        make_row("old"),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def test_a_cpu_sweep_end_to_end(tmp_path: Path) -> None:
             assert len(entry["forward_us"]) + len(entry["reversed_us"]) >= 20
             assert entry["host_us"] > 0
     assert run.header["commit"] == "test"
+    assert str(tmp_path) not in json.dumps(run.header) and "output" not in run.header["config"]
     assert len(run.footers) == 2 and 0 < sum(s for _, s in run.spent) <= run.wall_s
     method = (tmp_path / "runs/one/pages/method.md").read_text()
     assert "- Where the time went: " in method and "s in 2 parts." in method

@@ -1,13 +1,10 @@
 """The convolution kernels, compiled for sm_90: no spills, matrix units, wide copies."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from compiled import reports_of
 
 WGMMA = ("packed", "pointwise", "gather-static")  # cases that start so, but for pack
 MMA = ("gather-few", "gather-one")  # tiles of less than 64 channels
@@ -16,13 +13,7 @@ COPIES = ("packed", "pointwise")  # whose loads are asynchronous copies of 16 by
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = pathlib.Path(__file__).with_name("compile_convs.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return reports_of(pathlib.Path(__file__).with_name("compile_convs.py"))
 
 
 def faults(case: str, report: dict[str, Any]) -> list[str]:

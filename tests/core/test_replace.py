@@ -6,7 +6,7 @@ import opkiln
 import pytest
 import torch
 from opkiln import measured
-from serving import Calls
+from serving import Calls, small_model
 from torch.nn.utils import parametrize
 
 
@@ -15,19 +15,6 @@ def kernels_of_torch():
     """Who computes is no matter here, and Triton's interpreter is slow."""
     with opkiln.use("torch"):
         yield
-
-
-def small_model() -> torch.nn.Sequential:
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, padding=1),
-        torch.nn.BatchNorm2d(8),
-        torch.nn.ReLU(),
-        torch.nn.Dropout(0.5),
-        torch.nn.MaxPool2d(2),
-        torch.nn.Flatten(2),
-        torch.nn.LayerNorm(36),
-        torch.nn.RMSNorm(36),
-    )
 
 
 OPS = {"conv2d", "batch_norm", "max_pool2d", "layer_norm", "rms_norm"}

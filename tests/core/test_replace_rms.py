@@ -10,7 +10,7 @@ import opkiln
 import pytest
 import torch
 from opkiln.replacing.rms import RMSWay
-from serving import Calls
+from serving import Calls, compiled_by_a_spy
 
 N = 24
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -242,14 +242,7 @@ def test_a_kind_of_module_is_tried_once() -> None:
 def test_in_compiled_code() -> None:
     model = torch.nn.Sequential(Llama(), Gemma(), Unweighted())
     opkiln.replace(model, dry_run=False)
-    graphs: list[str] = []
-
-    def backend(graph, inputs):  # type: ignore[no-untyped-def]
-        graphs.append(graph.code)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    compiled, graphs = compiled_by_a_spy(model)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (7, 11):
             x = torch.randn(rows, 5, N)

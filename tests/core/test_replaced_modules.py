@@ -11,7 +11,7 @@ import pytest
 import torch
 from opkiln import policy
 from opkiln.replacing.match import NAMES, TorchWay
-from serving import Calls
+from serving import Calls, compiled_by_a_spy, small_model
 from torch.nn.utils import parametrizations
 
 
@@ -20,19 +20,6 @@ def kernels_of_torch():
     """Who computes is no matter here, and Triton's interpreter is slow."""
     with opkiln.use("torch"):
         yield
-
-
-def small_model() -> torch.nn.Sequential:
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, padding=1),
-        torch.nn.BatchNorm2d(8),
-        torch.nn.ReLU(),
-        torch.nn.Dropout(0.5),
-        torch.nn.MaxPool2d(2),
-        torch.nn.Flatten(2),
-        torch.nn.LayerNorm(36),
-        torch.nn.RMSNorm(36),
-    )
 
 
 OPS = {"conv2d", "batch_norm", "max_pool2d", "layer_norm", "rms_norm"}
@@ -199,14 +186,7 @@ def test_fullgraph_one_compilation_for_all_numbers_of_rows() -> None:
         torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(2), torch.nn.RMSNorm(36)
     )
     opkiln.replace(model, dry_run=False)
-    graphs: list[str] = []
-
-    def backend(graph, inputs):  # type: ignore[no-untyped-def]
-        graphs.append(graph.code)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    compiled, graphs = compiled_by_a_spy(model)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (7, 11, 14):  # unlike any other size
             x = torch.randn(rows, 3, 8, 8)

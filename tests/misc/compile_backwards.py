@@ -8,15 +8,18 @@ import importlib
 import importlib.util
 import json
 import pathlib
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from compiled import Launch, recorded, request
+
 OFFLINE = pathlib.Path(__file__).parents[1] / "norm" / "offline.py"
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 BF16, F32 = torch.bfloat16, torch.float32
 Case = tuple[str, list[torch.Tensor], dict[str, Any]]
 
@@ -60,41 +63,11 @@ CASES = {
 }
 
 
-def recorded(case: Case) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
-    """Kernel, options and arguments of each launch."""
+def launches_of(case: Case) -> list[Launch]:
     op, tensors, params = case
-    module = importlib.import_module(f"opkiln_misc.{op}")
-    found: list[Any] = []
-
-    def launcher(
-        kernel: Any, grid: Any, options: dict[str, Any], fixed: tuple[Any, ...] = ()
-    ) -> Callable[..., None]:
-        return lambda *args: found.append((kernel, options, (*args, *fixed)))
-
-    module.launcher = launcher
-    module.prepare(Call.of(CATALOGUE[op], tensors, params, real=False))(*tensors)
-    return found
-
-
-def request(kernel: Any, options: dict[str, Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """What offline.py compiles. Integers that Triton would take as multiples of 16 are compiled in:
-    so are vectors of that length allowed.
-    """
-    signature, constexprs = {}, {}
-    for param, value in zip(kernel.params, args, strict=True):
-        if isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        elif (
-            value is None or param.is_constexpr or isinstance(value, bool)
-            or (not param.do_not_specialize and (value == 1 or value % 16 == 0))
-        ):  # fmt: skip
-            constexprs[param.name] = value
-        else:
-            signature[param.name] = "i32"
-    name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-    return dict(kernel=name, signature=signature, constexprs=constexprs, options=options)
+    module: Any = importlib.import_module(f"opkiln_misc.{op}")
+    call = Call.of(CATALOGUE[op], tensors, params, real=False)
+    return recorded(module, lambda: module.prepare(call)(*tensors))
 
 
 def main() -> None:
@@ -103,9 +76,8 @@ def main() -> None:
     spec.loader.exec_module(offline)
     reports = {}
     for name, case in CASES.items():
-        for kernel, options, args in recorded(case):
-            report = offline.report(request(kernel, options, args))
-            reports[f"{name} {kernel.fn.__name__}"] = report
+        for launch in launches_of(case):
+            reports[f"{name} {launch[0].fn.__name__}"] = offline.report(request(*launch))
     print(json.dumps(reports))
 
 

@@ -1,13 +1,10 @@
 """The Triton backwards, compiled for sm_90 without a GPU: no spills, 16-byte loads."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from compiled import reports_of
 
 # Rows of an odd number of floats; tiles of 16 columns, an element a thread.
 SINGLE = ("mhc_pre_coefficients_kernel", "pre-8-streams-f32 mhc_pre_sums_kernel")
@@ -16,13 +13,7 @@ SINGLE += ("pre-8-streams-f32 mhc_pre_gradients_kernel",)
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = pathlib.Path(__file__).with_name("compile_backwards.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return reports_of(pathlib.Path(__file__).with_name("compile_backwards.py"))
 
 
 def faults(name: str, report: dict[str, Any]) -> list[str]:

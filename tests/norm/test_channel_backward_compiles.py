@@ -2,14 +2,11 @@
 and that no lane's sum of products is rounded differently from its neighbour's.
 """
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from compiled import reports_of
 
 KERNELS = {  # of groups in registers, and of larger ones
     False: {"planes_backward_kernel", "finish_kernel"},
@@ -50,18 +47,9 @@ NARROW = {
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
     """All kernels in one process without TRITON_INTERPRET, which would make them Python."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     cases = {name: case for name, (_, case) in CASES.items()} | NARROW | ONES
-    done = subprocess.run(
-        [sys.executable, str(pathlib.Path(__file__).with_name("channel_offline.py"))],
-        input=json.dumps(list(cases.values())),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(cases, json.loads(done.stdout), strict=True))
+    found = reports_of(pathlib.Path(__file__).with_name("channel_offline.py"), list(cases.values()))
+    return dict(zip(cases, found, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

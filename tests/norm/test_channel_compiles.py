@@ -1,13 +1,10 @@
 """The channel norms' Triton kernels, compiled for sm_90 without a GPU: no spills, wide loads."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from compiled import reports_of
 from opkiln_norm import channel_plan
 
 LARGE = [4, 128, 1024, 1024]
@@ -33,18 +30,8 @@ CASES["batch_norm-large"] = ["batch_norm", "float16", LARGE, False, None]
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
     """All kernels in one process without TRITON_INTERPRET, which would make them Python."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = pathlib.Path(__file__).with_name("channel_offline.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(list(CASES.values())),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    found = reports_of(pathlib.Path(__file__).with_name("channel_offline.py"), list(CASES.values()))
+    return dict(zip(CASES, found, strict=True))
 
 
 def test_no_spills_and_16_byte_loads(reports):

@@ -2,14 +2,11 @@
 accesses, and shared memory that an SM has for as many programs as the rule counts on.
 """
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from compiled import reports_of
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 SM_SHARED = 232448  # bytes
@@ -50,17 +47,10 @@ CASES = {f"{op}-{d}-{n[-1]}{f'-{w}' * bool(w)}{'-groups' * bool(m)}": [op, d, n,
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
     """All kernels in one process without TRITON_INTERPRET, which would make them Python."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(pathlib.Path(__file__).with_name("row_backward_offline.py"))],
-        input=json.dumps(list(CASES.values())),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
+    found = reports_of(
+        pathlib.Path(__file__).with_name("row_backward_offline.py"), list(CASES.values())
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,14 +1,11 @@
 """The row norm kernel, compiled for sm_90 without a GPU: no spills, 16-byte accesses."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from compiled import reports_of
 from opkiln.ops import CATALOGUE
 from opkiln.policy import Policy
 from opkiln.spec import Call
@@ -150,18 +147,8 @@ REQUESTS = WIDE | NARROW | SHIFTED
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
     """All kernels in one process without TRITON_INTERPRET, which would make them Python."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = pathlib.Path(__file__).with_name("offline.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(list(REQUESTS.values())),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(REQUESTS, json.loads(done.stdout), strict=True))
+    found = reports_of(pathlib.Path(__file__).with_name("offline.py"), list(REQUESTS.values()))
+    return dict(zip(REQUESTS, found, strict=True))
 
 
 def widths(counts: dict[str, int], opcode: str) -> dict[str, int]:

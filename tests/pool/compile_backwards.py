@@ -9,7 +9,6 @@ import importlib.util
 import json
 import pathlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +17,12 @@ from opkiln.spec import Call
 from opkiln_pool import backward_plan
 from opkiln_pool.backward_plan import BackwardTiling
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from compiled import Launch, recorded, request
+
 OFFLINE = pathlib.Path(__file__).parents[1] / "norm" / "offline.py"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-POINTERS = {F16: "*fp16", BF16: "*bf16", F32: "*fp32", torch.uint8: "*u8", torch.int16: "*i16",
-            torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
 STEM = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "ceil_mode": False}
 MAX = STEM | {"dilation": (1, 1)}
 MEAN = STEM | {"count_include_pad": False, "divisor_override": None}
@@ -81,44 +82,13 @@ def call_of(name: str) -> tuple[Call, list[torch.Tensor | None]]:
     return Call.of(CATALOGUE[f"{op}_backward"], tensors, params | rest, real=False), tensors
 
 
-def request(name: str) -> dict[str, Any]:
-    """What offline.py compiles. Integers that Triton would take as multiples of 16 are compiled in:
-    so are vectors of that length allowed.
-    """
+def launch_of(name: str) -> Launch:
     call, tensors = call_of(name)
     part = "mean_backward" if name.startswith("tokens") else "pool_backward"
     module: Any = importlib.import_module(f"opkiln_pool.{part}")
-    found: list[Any] = []
-
-    def launcher(
-        kernel: Any, grid: Any, options: dict[str, Any], fixed: tuple[Any, ...] = ()
-    ) -> Callable[..., None]:
-        return lambda *args: found.append((kernel, options, (*args, *fixed)))
-
-    module.launcher = launcher
     backward_plan.tuned = lambda op, b: None  # the rule's tilings, whatever the table says
-    module.prepare(call, CASES[name][-1])(*tensors)
-    ((kernel, options, args),) = found
-    signature, constexprs = {}, {}
-    for param, value in zip(kernel.params, args, strict=True):
-        if param.is_constexpr or value is None:
-            constexprs[param.name] = value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-        elif isinstance(value, tuple):
-            signature[param.name] = ["i32"] * len(value)
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        elif not param.do_not_specialize and (value == 1 or value % 16 == 0):
-            constexprs[param.name] = value
-        else:
-            signature[param.name] = "i32"
-    return {
-        "kernel": f"{kernel.fn.__module__}:{kernel.fn.__name__}",
-        "signature": signature,
-        "constexprs": constexprs,
-        "options": options,
-    }
+    (launch,) = recorded(module, lambda: module.prepare(call, CASES[name][-1])(*tensors))
+    return launch
 
 
 def main() -> None:
@@ -126,7 +96,7 @@ def main() -> None:
     offline = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(offline)
     wanted = sys.argv[1:] or CASES
-    print(json.dumps({name: offline.report(request(name)) for name in wanted}))
+    print(json.dumps({name: offline.report(request(*launch_of(name))) for name in wanted}))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,15 @@
 """The pooling kernels, compiled for sm_90 without a GPU: no spills, wide loads where rows allow."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from compiled import reports_of
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = pathlib.Path(__file__).with_name("compile_pools.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return reports_of(pathlib.Path(__file__).with_name("compile_pools.py"))
 
 
 def faults(case: str, report: dict[str, Any]) -> list[str]:

@@ -2,15 +2,12 @@
 16-byte accesses (8 where there is little to do), and the pairs never pass through shared memory.
 """
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from compiled import POINTERS, reports_of
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_rope.rotation import rotation_kernel
@@ -18,7 +15,6 @@ from opkiln_rope.rotation_plan import plan_for
 
 SCRIPT = pathlib.Path(__file__).parent / "rotation_offline.py"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-POINTERS = {F16: "*fp16", BF16: "*bf16", F32: "*fp32"}
 ROWS = {
     "neox": ("rope_neox", (2, 2048, 32, 128), F16),
     "non-neox": ("rope_non_neox", (2, 2048, 32, 128), BF16),
@@ -65,13 +61,7 @@ def reports() -> dict[str, Any]:
     """The compiled kernels; in a process of its own, since the interpreter is on in this one."""
     rows = ROWS | STRIDED
     requests = [request(*row) for row in rows.values()]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], input=json.dumps(requests), capture_output=True, text=True,
-        env=env, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(rows, json.loads(done.stdout), strict=True))
+    return dict(zip(rows, reports_of(SCRIPT, requests), strict=True))
 
 
 WORDS = 2  # loads of frequencies that a thread has one or two of

@@ -27,18 +27,18 @@ from opkiln_bench.catalogue import (
     select,
 )
 from opkiln_bench.contestants import chosen_backends
-from opkiln_bench.environment import commit, device_name, environment
+from opkiln_bench.environment import commit, device_name
 from opkiln_bench.held_back import held_back
 from opkiln_bench.lease import gpu_uuids, leased_gpu
 from opkiln_bench.limits import find_profile, limits_of, user_profiles
 from opkiln_bench.peers import absent
 from opkiln_bench.peers.torch_compile import BACKEND as TORCH_COMPILE
 from opkiln_bench.progress import Progress
-from opkiln_bench.records import SCHEMA_VERSION, Recorder, RecordError, read_run
+from opkiln_bench.records import Recorder, RecordError, read_run
 from opkiln_bench.report import publish, publish_into
 from opkiln_bench.settings import Bench, Suite
 from opkiln_bench.settings import Timer as TimerSettings
-from opkiln_bench.sweep import Sweep, now, one_line
+from opkiln_bench.sweep import Sweep, header_of, now, one_line
 from opkiln_bench.timing import Timer
 from opkiln_bench.validate import check_calls, check_config, check_device, check_folder, check_ops
 from opkiln_bench.warm import fill_cache, tasks_of
@@ -96,20 +96,10 @@ def sweep_rows(
     timer = make_timer(cfg.timer, device)
     stamp = commit()
     recorder = Recorder(folder)
-    recorder.write(
-        "header",
-        {
-            "schema_version": SCHEMA_VERSION,
-            "date": now(),
-            "commit": stamp,
-            "timer": timer.name,
-            "l2_flush": getattr(timer, "l2_flush", None),
-            "environment": environment(device),
-            "config": {**raw, "device": profile},
-            "backends": backends,
-            "absent": absent(),
-        },
-    )
+    # Where the record lies is a folder of this machine and says nothing of the figures.
+    stated = {k: v for k, v in raw.items() if k != "output"} | {"device": profile}
+    header = header_of(device, timer, stamp, stated, backends)
+    recorder.write("header", header | {"absent": absent()})
     console.print(
         f"{len(rows)} rows on {device_name(device)} ({timer.title}), "
         f"{', '.join(backends)} -> {folder}"

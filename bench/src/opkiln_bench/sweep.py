@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -31,8 +31,9 @@ from opkiln_bench.contestants import (
     enter,
     shown_args,
 )
-from opkiln_bench.environment import ClockSampler, device_name
+from opkiln_bench.environment import ClockSampler, device_name, environment
 from opkiln_bench.limits import Limits
+from opkiln_bench.records import SCHEMA_VERSION
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.timing import MeasureError, Timer
 from opkiln_bench.tuning import measure_briefly
@@ -55,6 +56,26 @@ def finite(value: float) -> float | None:
 
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def header_of(
+    device: torch.device,
+    timer: Timer,
+    stamp: str,
+    config: Mapping[str, Any],
+    backends: Sequence[str],
+) -> dict[str, Any]:
+    """What a record begins with: where, with what and how its figures are taken. stamp: commit."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "date": now(),
+        "commit": stamp,
+        "timer": timer.name,
+        "l2_flush": getattr(timer, "l2_flush", None),
+        "environment": environment(device),
+        "config": dict(config),
+        "backends": list(backends),
+    }
 
 
 class Sweep:

@@ -18,9 +18,9 @@ from opkiln.measured import arch_of
 
 from opkiln_bench.analysis import OURS
 from opkiln_bench.contestants import bring, chosen_backends
-from opkiln_bench.environment import commit, device_name, environment
+from opkiln_bench.environment import commit, device_name
 from opkiln_bench.limits import find_profile, limits_of
-from opkiln_bench.records import SCHEMA_VERSION, Recorder, RecordError, read_run
+from opkiln_bench.records import Recorder, RecordError, read_run
 from opkiln_bench.report import publish
 from opkiln_bench.row import Row
 from opkiln_bench.runner import device_in_use, device_kind, make_timer
@@ -28,7 +28,7 @@ from opkiln_bench.search import Found, search
 from opkiln_bench.settings import Device
 from opkiln_bench.settings import Timer as TimerSettings
 from opkiln_bench.step import read_step
-from opkiln_bench.sweep import Entry, Sweep, now, one_line
+from opkiln_bench.sweep import Entry, Sweep, header_of, one_line
 from opkiln_bench.table import write_own
 from opkiln_bench.timing import Timer
 from opkiln_bench.verdict import median_us
@@ -50,7 +50,7 @@ def tune(step: Path, runs_dir: Path, say: Say) -> int:
         if arch is None:
             raise RecordError("tune: no GPU here")
         folder = runs_dir / f"tune_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-        tilings = tune_rows(rows, device, folder, str(step), say)
+        tilings = tune_rows(rows, device, folder, step.name, say)
         publish([folder], folder / "pages", folder / "rows.csv")
         written, _ = write_own([read_run(folder)], arch, tilings)
     for path, entries in written.items():
@@ -68,17 +68,8 @@ def tune_rows(
     timer = make_timer(settings, device)
     stamp = commit()
     recorder = Recorder(folder)
-    header = {
-        "schema_version": SCHEMA_VERSION,
-        "date": now(),
-        "commit": stamp,
-        "timer": timer.name,
-        "l2_flush": getattr(timer, "l2_flush", None),
-        "environment": environment(device),
-        "config": {"device": profile, "timer": vars(settings), "step": source},
-        "backends": list(BACKENDS),
-    }
-    recorder.write("header", header)
+    stated = {"device": profile, "timer": vars(settings), "step": source}
+    recorder.write("header", header_of(device, timer, stamp, stated, BACKENDS))
     chosen = [b for b in chosen_backends(["*"]) if b in BACKENDS]
     sweep = Sweep(device, timer, settings, chosen, stamp, limits_of(profile))
     searcher = make_timer(replace(settings, **SEARCH), device)
