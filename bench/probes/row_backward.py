@@ -34,7 +34,7 @@ from opkiln_norm.row_backward_plan import BackwardPlan, Tiling, plan_for  # noqa
 from opkiln_norm.row_plan import multiprocessors  # noqa: E402
 
 TOLERANCE = {"bf16": 2**-8, "f16": 2**-11, "f32": 2**-18}
-GRADIENTS = {"rms_norm": 2, "layer_norm": 3, "fused_add_rms_norm": 3, "fused_add_layer_norm": 4,
+GRADIENTS = {"rms_norm": 2, "layer_norm": 3, "fused_add_rms_norm": 2, "fused_add_layer_norm": 3,
              "ada_layer_norm": 3, "ada_layer_norm_zero": 4}  # fmt: skip
 BANDWIDTH = 4.8e6  # bytes a us of an H200
 COMPILE_UNTIL_S = 45  # rows measured after so long get no torch.compile baseline
@@ -97,6 +97,7 @@ def read_rows(only: str) -> list[Row]:
         Row(op, "8192x4096", "bf16", 8192, 4096)
         for op in ("fused_add_rms_norm", "fused_add_layer_norm", "ada_layer_norm_zero")
     ]
+    rows += [Row("fused_add_rms_norm", f"2048x{n}", "bf16", 2048, n) for n in (8192, 16384)]
     rows.append(Row("ada_layer_norm_zero", "8x1024x4096", "bf16", 8192, 4096, groups=8))
     return common.chosen(rows, only)
 
@@ -136,6 +137,10 @@ def tilings(own: Tiling) -> list[Tiling]:
     if own.again:
         found.append(change(wide=True, block_n=2048, chunks=1, num_warps=8, programs_per_sm=4,
                             stages=3, again=False, kept=True, packed=False))  # fmt: skip
+        found += [change(again=False, block_n=32 * w * 8, num_warps=w, kept=k, stages=s,
+                         chunks=own.chunks * own.num_warps // w, packed=p)
+                  for w, k, s, p in ((32, True, 3, True), (32, True, 2, True), (32, False, 2, True),
+                                     (32, True, 3, False), (16, True, 3, True))]  # fmt: skip
     return list(dict.fromkeys(found))
 
 

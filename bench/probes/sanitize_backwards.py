@@ -1,4 +1,4 @@
-"""The calls of sanitize_cases.py that launch the backwards of pools, FFT and MHC."""
+"""The calls of sanitize_cases.py that launch the backwards of row norms, pools, FFT and MHC."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +17,54 @@ def gradients_of(function: Callable[..., Any], *tensors: Any, **options: Any) ->
     out = function(*leaves, backend="opkiln", **options)
     outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
     torch.autograd.backward(outs, [o.detach().clone() for o in outs])
+
+
+def row_backwards() -> Iterator[Case]:
+    import torch
+    from opkiln import functional as F
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    # Several rows a tile; one; one that is read again; one wider than a program.
+    sizes = ((37, 250), (21, 1000), (5, 16384), (4, 40000))
+    plain = [(*size, bf16) for size in sizes] + [(37, 250, f32), (9, 4096, f32)]
+    for rows, n, dtype in plain:
+        x, w = on_gpu(rows, n, dtype=dtype), on_gpu(n, dtype=dtype)
+        name = f"{rows} x {n} {dtype} backward"
+        yield (
+            f"rms_norm {name}",
+            lambda x=x, w=w: gradients_of(
+                lambda x, w, **k: F.rms_norm(x, w.shape, w, **k), x, w
+            ),
+        )  # fmt: skip
+        yield (
+            f"layer_norm {name}",
+            lambda x=x, w=w: gradients_of(
+                lambda x, w, b, **k: F.layer_norm(x, w.shape, w, b, **k), x, w, w
+            ),
+        )
+    for rows, n in sizes:
+        x, r, w = on_gpu(rows, n), on_gpu(rows, n), on_gpu(n)
+        yield (
+            f"fused_add_rms_norm {rows} x {n} backward",
+            lambda x=x, r=r, w=w: gradients_of(
+                lambda x, r, w, **k: F.fused_add_rms_norm(x, r, w.shape, w, **k), x, r, w
+            ),
+        )
+    x, r, w = on_gpu(21, 1000), on_gpu(21, 1000), on_gpu(1000)
+    yield (
+        "fused_add_layer_norm backward",
+        lambda: gradients_of(
+            lambda x, r, w, b, **k: F.fused_add_layer_norm(x, r, w.shape, w, b, **k), x, r, w, w
+        ),
+    )
+    for shape, modulation in (
+        ((21, 1000), (21, 1000)), ((3, 7, 1000), (3, 1, 1000)), ((2, 3, 16384), (2, 1, 16384)),
+    ):  # fmt: skip
+        x, m = on_gpu(*shape), on_gpu(*modulation)
+        yield (
+            f"ada_layer_norm_zero {shape} backward",
+            lambda x=x, m=m: gradients_of(F.ada_layer_norm_zero, x, m, m, m),
+        )
 
 
 def pool_backwards() -> Iterator[Case]:

@@ -9,7 +9,7 @@ from opkiln.device.triton import launcher
 from opkiln.spec import Call
 
 from opkiln_norm.row_backward import row_backward_kernel
-from opkiln_norm.row_backward_plan import SUMS_BLOCK, BackwardPlan, plan_for
+from opkiln_norm.row_backward_plan import GRAD_INPUT, SUMS_BLOCK, BackwardPlan, plan_for
 from opkiln_norm.row_backward_sums import column_sums_kernel, row_sums_kernel
 from opkiln_norm.row_plan import multiprocessors
 
@@ -18,8 +18,7 @@ READ = (
     ("shift",), ("gate",), ("mean",), ("rstd",),
 )  # fmt: skip
 WRITTEN = (
-    ("grad_input",), ("grad_residual",), ("grad_weight", "grad_scale"), ("grad_bias", "grad_shift"),
-    ("grad_gate",),
+    ("grad_input",), ("grad_weight", "grad_scale"), ("grad_bias", "grad_shift"), ("grad_gate",),
 )  # fmt: skip
 SUM_ROWS, SUM_COLUMNS = 64, 32  # of the tile that a program of column_sums_kernel adds up
 Launch = Callable[..., Any]
@@ -98,9 +97,9 @@ def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], 
     totals = row_totals(call, plan, (*layout, plan.rows, units, *scalars, center))
 
     def compute(reads: list[Any], writes: list[Any]) -> None:
-        grads = tuple(writes[2:])
+        grads = tuple(writes[1:])
         targets = sums.targets(grads)
-        run(*reads, totals(reads), *writes[:2], *targets)
+        run(*reads, totals(reads), writes[0], *targets)
         sums.add_up(targets, grads)
 
     return compute
@@ -109,8 +108,7 @@ def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], 
 def row_totals(call: Call, plan: BackwardPlan, fixed: tuple[Any, ...]) -> Callable[..., Any]:
     """What computes a wide row's means for `row_backward_kernel`; None if it needs none."""
     given = hasattr(call.tensors, "rstd")
-    wanted = plan.tensors[8] is not None or plan.tensors[9] is not None
-    if not plan.tiling.wide or (given and not wanted):
+    if not plan.tiling.wide or (given and plan.tensors[GRAD_INPUT] is None):
         return lambda reads: None
     fixed = (*fixed, plan.align, SUMS_BLOCK)
     allocate = allocator(call.device, (call.new((4, plan.rows), torch.float32),))
