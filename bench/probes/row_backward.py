@@ -26,17 +26,20 @@ from common import DTYPES, ROOT
 
 sys.path[:0] = [str(ROOT / "core/src"), str(ROOT / "packages/norm/src")]
 
+from opkiln.device import cuda  # noqa: E402
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_bench.peers import liger, quack  # noqa: E402
-from opkiln_norm import row_backward_launch  # noqa: E402
+from opkiln_norm import row_backward_launch, row_backward_ring  # noqa: E402
 from opkiln_norm.row_backward_plan import BackwardPlan, Tiling, plan_for  # noqa: E402
+from opkiln_norm.row_backward_ring import RingTiling  # noqa: E402
 from opkiln_norm.row_plan import multiprocessors  # noqa: E402
 
 TOLERANCE = {"bf16": 2**-8, "f16": 2**-11, "f32": 2**-18}
 GRADIENTS = {"rms_norm": 2, "layer_norm": 3, "fused_add_rms_norm": 2, "fused_add_layer_norm": 3,
              "ada_layer_norm": 3, "ada_layer_norm_zero": 4}  # fmt: skip
 BANDWIDTH = 4.8e6  # bytes a us of an H200
+RING_ONLY = bool(os.environ.get("PROBE_RING_ONLY"))  # of Triton only the rule's
 COMPILE_UNTIL_S = 45  # rows measured after so long get no torch.compile baseline
 NORM_SHAPES = ((4096, 4096), (8192, 8192), (32768, 1024), (2048, 16384), (16384, 2048), (128, 4096))
 
@@ -102,7 +105,10 @@ def read_rows(only: str) -> list[Row]:
     return common.chosen(rows, only)
 
 
-def name_of(t: Tiling) -> str:
+def name_of(t: Tiling | RingTiling) -> str:
+    if isinstance(t, RingTiling):
+        place = {1: "", 2: " shared"}[t.weight_at]
+        return f"ring {t.threads}x{t.vectors} r{t.resident} s{t.stages}{place}{' cs' * t.stream}"
     flags = f"{' kept' * t.kept}{' packed' * t.packed}{' again' * t.again}{' wide' * t.wide}"
     return (
         f"{t.block_m}x{t.block_n}x{t.chunks} w{t.num_warps} p{t.programs_per_sm} s{t.stages}{flags}"
@@ -144,14 +150,39 @@ def tilings(own: Tiling) -> list[Tiling]:
     return list(dict.fromkeys(found))
 
 
+def ring_tilings(row: Row, plan: BackwardPlan) -> list[RingTiling]:
+    """CTAs of 2 to 32 warps, as many an SM as registers allow, with as many stages as fit."""
+    call = row.call(row.tensors("meta"), real=False)
+    if not row_backward_ring.serves(call, plan):
+        return []
+    residual, found = "fused" in row.name, []
+    need = -(-row.n * DTYPES[row.dtype].itemsize // 16)
+    for vectors in (1, 2, 4):
+        threads = -(-need // (32 * vectors)) * 32
+        for resident in (1, 2, 3, 4, 6, 8):
+            if not 64 <= threads <= 1024 or threads * resident * vectors > 2048:
+                continue
+            for weight_at in (1, 2):
+                fits = [RingTiling(threads, vectors, s, resident, weight_at) for s in (1, 2, 3, 4)]
+                fits = [
+                    t for t in fits if resident * (t.shared_bytes(residual, 16) + 2048) < 233472
+                ]
+                found += fits[-1:] if weight_at == 1 or threads * vectors == 2048 else []
+    return [*found, *[dataclasses.replace(t, stream=True) for t in found[:1]]]
+
+
 def plans(row: Row) -> dict[str, BackwardPlan]:
     plan = plan_for(row.call(row.tensors("meta"), real=False))
-    return {name_of(t): dataclasses.replace(plan, tiling=t) for t in tilings(plan.tiling)}
+    triton_ones = [plan.tiling] if RING_ONLY else tilings(plan.tiling)
+    every = [*triton_ones, *ring_tilings(row, plan)]
+    return {name_of(t): dataclasses.replace(plan, tiling=t) for t in every}
 
 
 def prepare(plan: BackwardPlan, call: Call) -> Callable[..., Any]:
     launch: Any = row_backward_launch
     launch.plan_for = lambda call: plan
+    by_ring: Any = row_backward_ring
+    by_ring.rule = lambda call, p: p.tiling if isinstance(p.tiling, RingTiling) else None
     return launch.prepare(call)
 
 
@@ -163,6 +194,12 @@ def warm(task: tuple[Row, str]) -> dict[str, Any]:
             compiled(row)(*row.tensors("cuda"))
         return {}
     tensors, kernels = row.tensors("meta"), []
+    if name.startswith("ring"):
+        call, plan = row.call(tensors, real=False), plans(row)[name]
+        given: Any = plan.tiling
+        arguments = row_backward_ring.macros(call, plan, given)
+        cuda.compile_cubin(row_backward_ring.source(), "sm_90a", arguments)
+        return {}
 
     def record(kernel: Any, grid: Any, options: dict[str, Any], fixed: Any) -> Callable[..., None]:
         def launch(*args: Any) -> None:

@@ -8,6 +8,7 @@ from opkiln.device.outputs import allocator
 from opkiln.device.triton import launcher
 from opkiln.spec import Call
 
+from opkiln_norm import row_backward_ring
 from opkiln_norm.row_backward import row_backward_kernel
 from opkiln_norm.row_backward_plan import GRAD_INPUT, SUMS_BLOCK, BackwardPlan, plan_for
 from opkiln_norm.row_backward_sums import column_sums_kernel, row_sums_kernel
@@ -83,6 +84,9 @@ def prepare(call: Call) -> Launch:
 
 def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], None]:
     """What launches the kernels on the tensors read and written."""
+    ring = row_backward_ring.prepare(call, plan)
+    if ring is not None:
+        return through_ring(call, plan, *ring)
     slices = plan.slices(multiprocessors(call.device))
     parts = plan.groups * slices
     center = "layer_norm" in call.spec.name
@@ -100,6 +104,21 @@ def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], 
         grads = tuple(writes[1:])
         targets = sums.targets(grads)
         run(*reads, totals(reads), writes[0], *targets)
+        sums.add_up(targets, grads)
+
+    return compute
+
+
+def through_ring(
+    call: Call, plan: BackwardPlan, parts: int, run: row_backward_ring.Run
+) -> Callable[[list[Any], list[Any]], None]:
+    """The same by the kernel in CUDA C++."""
+    sums = Sums(call, plan, parts)
+
+    def compute(reads: list[Any], writes: list[Any]) -> None:
+        grads = tuple(writes[1:])
+        targets = sums.targets(grads)
+        run(reads, writes[0], targets)
         sums.add_up(targets, grads)
 
     return compute
