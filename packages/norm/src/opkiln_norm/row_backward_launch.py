@@ -21,7 +21,7 @@ READ = (
 WRITTEN = (
     ("grad_input",), ("grad_weight", "grad_scale"), ("grad_bias", "grad_shift"), ("grad_gate",),
 )  # fmt: skip
-SUM_ROWS, SUM_COLUMNS = 64, 32  # of the tile that a program of column_sums_kernel adds up
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 64, 32, 4  # of a program of column_sums_kernel
 Launch = Callable[..., Any]
 
 
@@ -45,7 +45,7 @@ class Sums:
         parts_of_row = tuple(parts // max(r, 1) for r in rows)
         self.fixed = (rows, parts_of_row, plan.n, SUM_ROWS, SUM_COLUMNS)
         grid = (-(-plan.n // SUM_COLUMNS) * sum(rows), 1, 1)
-        self.run = launcher(column_sums_kernel, grid, {"num_warps": 4}, self.fixed)
+        self.run = launcher(column_sums_kernel, grid, {"num_warps": SUM_WARPS}, self.fixed)
 
     def targets(self, grads: tuple[Any, ...]) -> list[Any]:
         """What the programs write for each of weight, shift and gate."""
