@@ -2,7 +2,7 @@
 
 Serves rms_norm, layer_norm and fused_add_rms_norm where all gradients are wanted, every tensor has
 one dtype but for the weight, rows are of whole 16-byte vectors, and `rule` names a tiling; the
-Triton kernel of row_backward serves the rest, and all of them without cuda-core.
+Triton kernel of row_backward serves the rest, under batch invariance and without cuda-core all.
 """
 
 import functools
@@ -64,6 +64,7 @@ def serves(call: Any, plan: BackwardPlan) -> bool:
     values = VECTOR_BYTES // x.dtype.itemsize
     return (
         call.spec.name in OPS
+        and not call.policy.batch_invariant
         and all(call.params.output_mask)
         and weight is not None
         and plan.rows > 1
