@@ -50,6 +50,7 @@ def row_backwards() -> Iterator[Case]:
                 lambda x, r, w, **k: F.fused_add_rms_norm(x, r, w.shape, w, **k), x, r, w
             ),
         )
+    yield from ring_backwards(F)
     x, r, w = on_gpu(21, 1000), on_gpu(21, 1000), on_gpu(1000)
     yield (
         "fused_add_layer_norm backward",
@@ -65,6 +66,33 @@ def row_backwards() -> Iterator[Case]:
             f"ada_layer_norm_zero {shape} backward",
             lambda x=x, m=m: gradients_of(F.ada_layer_norm_zero, x, m, m, m),
         )
+
+
+def ring_backwards(functional: Any) -> Iterator[Case]:
+    """By the kernel in CUDA C++, whatever its rule: more rows than CTAs and stages hold."""
+    from opkiln_norm import row_backward_ring
+
+    for i, use in enumerate(((64, 2, 2), (128, 1, 3, 2), (64, 2, 1, 1, 2))):
+        tiling = row_backward_ring.RingTiling(*use)
+        x, r, w = on_gpu(700 + i, 1000), on_gpu(700 + i, 1000), on_gpu(1000)
+        calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+            "rms_norm": (lambda x, w, **k: functional.rms_norm(x, w.shape, w, **k), (x, w)),
+            "layer_norm": (
+                lambda x, w, b, **k: functional.layer_norm(x, w.shape, w, b, **k), (x, w, w),
+            ),
+            "fused_add_rms_norm": (
+                lambda x, r, w, **k: functional.fused_add_rms_norm(x, r, w.shape, w, **k),
+                (x, r, w),
+            ),
+        }  # fmt: skip
+
+        def run(function: Any, tensors: Any, tiling: Any = tiling) -> None:
+            before, row_backward_ring.rule = row_backward_ring.rule, lambda call, plan: tiling
+            gradients_of(function, *tensors)
+            row_backward_ring.rule = before
+
+        for op, (function, tensors) in calls.items():
+            yield f"{op} {tiling} backward", lambda f=function, t=tensors, run=run: run(f, t)
 
 
 def pool_backwards() -> Iterator[Case]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm.offline import tool
 from norm.row_backward_cases import params_of, tensors_of
 from norm.row_cases import BF16, F16, F32, RTOL, random
 from opkiln.device import cuda
@@ -114,6 +115,45 @@ def test_what_is_served(case):
     make, served = case
     call = make()
     assert row_backward_ring.serves(call, plan_for(call)) == served
+
+
+RULED = {  # id: (op, rows, columns, dtype, weight's dtype, the tiling, or None for Triton's)
+    "rms": ("rms_norm", 300, 16384, BF16, BF16, RingTiling(1024, 2, 3)),
+    "layer": ("layer_norm", 300, 16384, F16, F16, RingTiling(512, 4, 3, weight_at=2)),
+    "fused": ("fused_add_rms_norm", 300, 16384, BF16, BF16, RingTiling(512, 4, 2)),
+    "between": ("rms_norm", 3, 9000, BF16, BF16, RingTiling(576, 2, 3)),
+    "wide-weight": ("rms_norm", 300, 16384, BF16, F32, RingTiling(512, 4, 3)),
+    "wide-weight-layer": ("layer_norm", 3, 16384, BF16, F32, RingTiling(512, 4, 2, weight_at=2)),
+    "f32": ("layer_norm", 3, 8192, F32, F32, RingTiling(512, 4, 3, weight_at=2)),
+    "shorter": ("layer_norm", 300, 8192, BF16, BF16, None),
+    "longer": ("layer_norm", 300, 16392, BF16, BF16, None),
+}
+
+
+@pytest.mark.parametrize("case", RULED.values(), ids=RULED)
+def test_rule(case):
+    op, rows, n, dtype, weight, tiling = case
+
+    def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    call = call_of(op, tensors_of(op, meta, (rows, n), dtype, weight), real=False)
+    plan = plan_for(call)
+    assert row_backward_ring.serves(call, plan) and row_backward_ring.rule(call, plan) == tiling
+
+
+@pytest.mark.skipif(not cuda.has_compiler(), reason="cuda-core is not installed")
+@pytest.mark.parametrize("name", [n for n in RULED if RULED[n][-1]])
+def test_no_spills(name, tmp_path):
+    op, _, n, dtype, weight, tiling = RULED[name]
+    call = call_of(op, tensors_of(op, random, (2, n), dtype, weight))
+    names = row_backward_ring.macros(call, plan_for(call), tiling)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(cuda.compile_cubin(row_backward_ring.source(), "sm_90a", names))
+    found = tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", found))
+    assert int(numbers["STACK"]) == 0
+    assert int(numbers["REG"]) <= 65536 // tiling.threads
 
 
 @pytest.mark.parametrize("op", NORMS)
