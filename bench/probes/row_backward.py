@@ -41,7 +41,10 @@ GRADIENTS = {"rms_norm": 2, "layer_norm": 3, "fused_add_rms_norm": 2, "fused_add
 BANDWIDTH = 4.8e6  # bytes a us of an H200
 RING_ONLY = bool(os.environ.get("PROBE_RING_ONLY"))  # of Triton only the rule's
 COMPILE_UNTIL_S = 45  # rows measured after so long get no torch.compile baseline
-NORM_SHAPES = ((4096, 4096), (8192, 8192), (32768, 1024), (2048, 16384), (16384, 2048), (128, 4096))
+NORM_SHAPES = (
+    (2048, 4096), (2048, 8192), (2048, 16384), (32768, 1024), (32768, 4096),  # the bench's
+    (4096, 4096), (8192, 8192), (16384, 2048), (128, 4096),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +103,10 @@ def read_rows(only: str) -> list[Row]:
         Row(op, "8192x4096", "bf16", 8192, 4096)
         for op in ("fused_add_rms_norm", "fused_add_layer_norm", "ada_layer_norm_zero")
     ]
-    rows += [Row("fused_add_rms_norm", f"2048x{n}", "bf16", 2048, n) for n in (8192, 16384)]
+    rows += [Row("fused_add_rms_norm", f"2048x{n}", "bf16", 2048, n) for n in (4096, 8192, 16384)]
+    rows += [Row(op, "4096x8192", "f32", 4096, 8192) for op in ("rms_norm", "layer_norm")]
     rows.append(Row("ada_layer_norm_zero", "8x1024x4096", "bf16", 8192, 4096, groups=8))
-    return common.chosen(rows, only)
+    return [row for row in rows if any(row in common.chosen(rows, o) for o in only.split(","))]
 
 
 def name_of(t: Tiling | RingTiling) -> str:
@@ -292,7 +296,9 @@ def measure(row: Row, resources: dict[str, Any], with_compile: bool, flush: Any)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains this")
+    parser.add_argument(
+        "--only", default="", help="rows whose 'op label dtype' contains one of these"
+    )
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile baseline")
     parser.add_argument("--seconds", type=float, default=65, help="no row starts after so long")
     options = parser.parse_args()
