@@ -112,7 +112,7 @@ def read_rows(only: str) -> list[Row]:
 def name_of(t: Tiling | RingTiling) -> str:
     if isinstance(t, RingTiling):
         place = {1: "", 2: " shared"}[t.weight_at]
-        return f"ring {t.threads}x{t.vectors} r{t.resident} s{t.stages}{place}{' cs' * t.stream}"
+        return f"ring {t.threads}x{t.vectors} r{t.resident} s{t.stages}{place}"
     flags = f"{' kept' * t.kept}{' packed' * t.packed}{' again' * t.again}{' wide' * t.wide}"
     return (
         f"{t.block_m}x{t.block_n}x{t.chunks} w{t.num_warps} p{t.programs_per_sm} s{t.stages}{flags}"
@@ -172,7 +172,7 @@ def ring_tilings(row: Row, plan: BackwardPlan) -> list[RingTiling]:
                     t for t in fits if resident * (t.shared_bytes(residual, 16) + 2048) < 233472
                 ]
                 found += fits[-1:] if weight_at == 1 or threads * vectors == 2048 else []
-    return [*found, *[dataclasses.replace(t, stream=True) for t in found[:1]]]
+    return found
 
 
 def plans(row: Row) -> dict[str, BackwardPlan]:
