@@ -199,9 +199,6 @@ inline void expect_bytes(u64* arrivals, u32 bytes) {
 inline void wait_for_bytes(u64* arrivals) {
     while (*arrivals) cpu::yield();
 }
-inline void forget_bytes(u64* arrivals) {
-    if (threadIdx.x == 0) *arrivals = ~0ull;  // a wait behind it would not end
-}
 template <typename T>
 T* peer(T* pointer, u32 rank) {
     const size_t offset = reinterpret_cast<unsigned char*>(pointer) - dynamic_shared();

@@ -77,11 +77,6 @@ DEVICE void wait_for_bytes(u64* arrivals) {
             "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(in_shared(arrivals)) : "memory");
     } while (!done);
 }
-// By all threads, once all of the CTA have waited: synccheck takes the next CTA in this place of shared memory
-// for one that arrives again without a wait.
-DEVICE void forget_bytes(u64* arrivals) {
-    if (threadIdx.x == 0) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(in_shared(arrivals)) : "memory");
-}
 
 // 16 bytes from global to shared memory, while the thread goes on; seen by it after copies_wait.
 DEVICE void copy_async(void* to, const void* from) {

@@ -79,7 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) mhc_pre(
         compute_gates(h + of * SUMS, bias, g, gates + of * GATES, post);
     }
     __syncthreads();
-    forget_bytes(arrivals);
     x_res += row * N * columns;
     x_layer += row * columns;
 #pragma unroll 1
