@@ -35,9 +35,9 @@ PLANTED = {
     "racecheck": {"planted_race"},
     "synccheck": {"planted_sync", "planted_wide_cluster"},
 }
-# A fault of synccheck, which planted_wide_cluster shows: from the ninth on, a cluster's CTAs arrive at
-# their own barrier again, it says, without having waited. Their addresses begin with the CTA's rank.
-# Only such reports are passed over, and only while the tool reports that kernel too.
+# A fault of synccheck, which planted_wide_cluster shows: from the ninth on, it says, the CTAs of a
+# cluster arrive at their own barrier again without having waited. Their addresses begin with their
+# rank. Only such reports are passed over, and only while the tool reports that kernel too.
 MISSED_WAIT = re.compile(
     r"=+ Barrier error detected\. Missing wait\.\n=+ +at \w+.*\n=+ +by thread .*\n"
     r"=+ +Barrier is located at shared address 0x([0-9a-f]+)\n"

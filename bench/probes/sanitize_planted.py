@@ -1,4 +1,4 @@
-"""Kernels whose faults the sanitizer has to find, so that one knows it looks at ours (sanitize.py)."""
+"""Kernels that the sanitizer has to report, so that one knows it looks at ours (sanitize.py)."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ extern "C" __global__ void planted_sync(int* x, long long n) {
     if (threadIdx.x % 32 < 16) __syncthreads();
     x[threadIdx.x] = 1;
 }
-// No error: a thread arrives at its own barrier and waits. In clusters of more than 8 CTAs, synccheck
-// (2025.3.1) misses the wait of the ninth CTA and later ones where a second cluster comes.
+// No error: a thread arrives at its own barrier and waits. In clusters of more than 8 CTAs, where
+// a second cluster comes, synccheck (2025.3.1) misses the wait of the ninth CTA and later ones.
 extern "C" __global__ void planted_wide_cluster(int* x, long long n) {
     __shared__ unsigned long long barrier;
     const unsigned at = (unsigned)__cvta_generic_to_shared(&barrier);
