@@ -67,9 +67,9 @@ def pool_backwards() -> Iterator[Case]:
 
 
 def narrow_clusters() -> None:
-    """From now on mhc_pre takes clusters of 8 CTAs where not all run at once. In wider ones synccheck
-    (2025.3.1) misses the waits of the ninth CTA and later ones when another cluster comes, also in a
-    kernel that only arrives at its own barrier and waits (docs/perf/misc.md).
+    """From now on mhc_pre takes clusters of 8 CTAs where not all run at once. In wider ones, when
+    another cluster comes, synccheck (2025.3.1) misses the waits of the ninth CTA and later ones,
+    also in a kernel that only arrives at its own barrier and waits (docs/perf/misc.md).
     """
     from opkiln_misc import mhc_pre
 
