@@ -60,7 +60,7 @@ def sanitized(family: str, tool: str, out: pathlib.Path, port: int) -> dict[str,
     log, status = out / f"{family}-{tool}.log", out / f"{family}-{tool}.status.json"
     status.unlink(missing_ok=True)
     # Without torch's allocator every tensor is an allocation, with bounds of its own.
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "SANITIZER": tool}
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
