@@ -32,7 +32,7 @@ class Tiling:
     always 1, a row of outputs). v: outputs of a row a thread (patch). static: sizes and strides
     compiled in (patch, taps). evict, cache: hints. pairs: of an argmax of 16-bit values in a
     patch, two at once along columns (planes and strips always). step: elements of a plane, or rows
-    of a strip, taken at a time (0: all).
+    of a strip, taken at a time (0: all). vec: elements of a patch's loads (0: the widest).
     """
 
     variant: str
@@ -44,6 +44,7 @@ class Tiling:
     cache: str = ""
     pairs: bool = False
     step: int = 0
+    vec: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ def least_v(g: Geometry) -> int:
     return v if g.sizes[2] % vec == 0 or not past_the_end(g, v) else 0
 
 
-def pieces(g: Geometry, v: int) -> tuple[int, int, int, int]:
+def pieces(g: Geometry, v: int, vec: int = 0) -> tuple[int, int, int, int]:
     """(head, first vector, vectors, tail) of `window_patch.load_row` for v outputs."""
-    vec = vector(g)
+    vec = vec or vector(g)
     low = -g.padding[2]
     high = (v - 1) * g.stride[2] + low + (g.kernel[2] - 1) * g.dilation[2]
     first, last = low // vec, high // vec
@@ -98,10 +99,10 @@ def pieces(g: Geometry, v: int) -> tuple[int, int, int, int]:
     return head, first, last - first + 1, tail
 
 
-def past_the_end(g: Geometry, v: int) -> bool:
+def past_the_end(g: Geometry, v: int, vec: int = 0) -> bool:
     """Whether some patch loads past a row's end."""
-    vec = vector(g)
-    _, first, vectors, tail = pieces(g, v)
+    vec = vec or vector(g)
+    _, first, vectors, tail = pieces(g, v, vec)
     chunks = -(-g.outs[2] // v)
     return (chunks - 1) * v * g.stride[2] + (first + vectors) * vec + tail > g.sizes[2]
 
@@ -188,9 +189,9 @@ def pairs_of(g: Geometry, asm: bool) -> bool | None:
 
 
 def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
-    vec = vector(g)
+    vec = t.vec or vector(g)
     strides = tuple(s // vec for s in g.strides[:4])
-    head, first, vectors, tail = pieces(g, t.v)
+    head, first, vectors, tail = pieces(g, t.v, vec)
     items = g.planes * g.outs[0] * g.outs[1] * -(-g.outs[2] // t.v)
     d, h, _ = g.check
     pairs = pairs_of(g, asm) if t.pairs else None
@@ -202,7 +203,7 @@ def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
         "STRIDE": g.stride,
         "PADDING": g.padding,
         "DILATION": g.dilation,
-        "CHECK": (d, h, past_the_end(g, t.v)),
+        "CHECK": (d, h, past_the_end(g, t.v, vec)),
         "CAN_MISS": g.can_miss,
         "DIVISOR": g.divisor,
         "HEAD": head,
@@ -215,7 +216,8 @@ def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
         "BLOCK": t.block,
         "WIDE": g.wide,
         "EVICT": t.evict,
-        "CACHE": t.cache,
+        "CACHE": "" if t.cache.startswith("evict") else t.cache,
+        "KEEP": t.cache if t.cache.startswith("evict") else "",
         "PAIRS": pairs,
     }
     arguments = (g.sizes, g.outs, g.channels, strides, items, g.scale)
