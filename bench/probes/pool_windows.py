@@ -9,7 +9,6 @@ reference in float64, on random values and on ties, NaN, -inf and zeros of both 
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -167,7 +166,7 @@ def measure(row: pool.Row, failed: dict[Any, str], flush: torch.Tensor) -> dict[
 
 
 def streams(row: pool.Row, tensors: Any, timed: Any, calls: Any, flush: torch.Tensor) -> None:
-    """What hints cost others: the call before a copy of 64 MB, and 8 calls on inputs of their own."""
+    """What hints cost others: the call before a copy of 64 MB, 8 calls on inputs of their own."""
     if row.label not in STREAMED:
         return
     keep = [i for i, r in enumerate(timed) if r["how"] != "triton" and r["use"]["LOAD"] in (0, 2)
