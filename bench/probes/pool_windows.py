@@ -1,21 +1,24 @@
-"""Measure kernels for maxima with indices beside what ships and torch.compile.
+"""Measure the CUDA kernels of maxima and the hints to L2 beside Triton's tilings and torch.compile.
 
     python bench/probes/pool_windows.py --out DIR [--only SUBSTRING,...] [--seconds N]
+    python bench/probes/pool_windows.py --write-tuning DIR/pool_windows.json
 
-Writes DIR/pool_windows.json and prints the best of each row. Outputs are compared exactly with the
-reference in float64, on random values and on ties, NaN, -inf and zeros of both signs.
+The first writes DIR/pool_windows.json and prints the best of each row. Outputs are compared exactly
+with the reference in float64, on random values and on ties, NaN, -inf and zeros of both signs.
+Lines written with `evict_last` stay in L2: `after` times what comes next too. The second form puts
+the fastest tilings into tuning/sm90.json.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import common
@@ -23,230 +26,226 @@ import pool
 import torch
 from opkiln.device import cuda
 from opkiln_bench.peers import torch_compile
-from opkiln_pool import pool_plan, variants
-from opkiln_pool.geometry import geometry_of
+from opkiln_pool import pool_plan, variants, window_cuda
+from opkiln_pool.geometry import Geometry, geometry_of
 from opkiln_pool.pool_plan import Tiling
+from opkiln_pool.window_cuda import Flat, Pairs, Rows
 
-CSRC = common.ROOT / "packages/pool/src/opkiln_pool/csrc"
-TYPES = {"f16": 0, "bf16": 1, "f32": 2}
-ROWS = ("indices vgg-block f", "indices c3d", "medicalnet", "max_pool1d_indices sincnet")
-COMPILED, STREAMED = ("vgg-block",), ("vgg-block", "sincnet-speaker-local", "medicalnet-stem")
+LAST = "evict_last"
+WANTED = ("max_pool2d_indices vgg-block f", "max_pool3d_indices", "max_pool1d_indices sincnet",
+          "max_pool3d medicalnet", "max_pool2d_indices resnet-stem f16")  # fmt: skip
+COMPILED = ("vgg-block f32", "sincnet-speaker-local f16")
+FOLLOWED = ("vgg-block f32", "sincnet-speaker-local f16", "c3d-pool2 f16")
+Candidate = Tiling | window_cuda.Tiling
 
 
-def source(kind: str) -> str:
-    return "".join((CSRC / n).read_text("utf-8") for n in ("window.cuh", f"window_{kind}.cu"))
-
-
-def geometry(row: pool.Row) -> Any:
+def geometry(row: pool.Row) -> Geometry:
     return geometry_of(row.call(row.tensors("meta"), real=False))
 
 
-def cuda_candidates(row: pool.Row) -> list[tuple[str, dict[str, int]]]:
-    g = geometry(row)
-    found: list[tuple[str, dict[str, int]]] = []
-    base = {"TYPE": TYPES[row.dtype], "LOAD": 0, "STORE": 0}
-    hints = [(1, 0), (2, 0), (4, 0), (5, 0), (6, 0), (0, 1), (0, 2), (0, 4)]
-    if row.label == "sincnet-speaker-local":
-        base |= {"SW": g.sizes[2], "OW": g.outs[2], "THREADS": 256, "ITEMS": 1, "STAGED": 0}
-        found += [("flat", base | {"LOAD": a, "STORE": b}) for a, b in ((0, 0), (1, 0), (2, 0),
-                                                                     (0, 2))]  # fmt: skip
-    elif row.label == "medicalnet-stem" or row.label == "resnet-stem":
-        sizes = zip(("SD", "SH", "SW", "OD", "OH", "OW"), (*g.sizes, *g.outs), strict=True)
-        base |= dict(sizes) | {"KD": g.kernel[0], "INDEX": int("indices" in row.op)}
-        base |= {"ROWS": 2, "THREADS": 128, "CTAS": 8}
-        shapes = ((2, 128, 8), (1, 128, 8), (1, 128, 10), (1, 256, 4), (2, 64, 16), (2, 128, 6),
-                  (2, 256, 4), (4, 128, 4))  # fmt: skip
-        found += [("rows", base | {"ROWS": r, "THREADS": t, "CTAS": c}) for r, t, c in shapes]
-        found += [("rows", base | {"LOAD": a, "STORE": b}) for a, b in hints]
-    else:
-        sizes = zip(("SD", "SH", "SW"), g.sizes, strict=True)
-        base |= dict(sizes) | {"KD": g.kernel[0], "KH": g.kernel[1]}
-        base |= {"V": 2, "ITEMS": 1, "THREADS": 256}
-        shapes = ((2, 1, 128), (2, 1, 256), (2, 1, 512), (2, 2, 128), (2, 2, 256), (2, 4, 128),
-                  (4, 1, 128), (4, 1, 256), (4, 2, 128))  # fmt: skip
-        found += [("pairs", base | {"V": v, "ITEMS": i, "THREADS": t}) for v, i, t in shapes]
-        found += [("pairs", base | {"LOAD": a, "STORE": b}) for a, b in hints]
-    return list({json.dumps(f): f for f in found}.values())
-
-
-def triton_candidates(row: pool.Row) -> list[Tiling]:
+def candidates(row: pool.Row) -> list[Candidate]:
+    """The Triton tiling that ships first."""
     g = geometry(row)
     shipped = (pool.POOL_TUNED(row.op, g) or [pool_plan.rule(g)])[0]
-    found = [shipped]
+    found: list[Candidate] = [shipped]
     if "indices" in row.op:
-        found.append(dataclasses.replace(shipped, cache="evict_last"))
-        least = 4 // math.gcd(4, g.stride[2])
-        if row.dtype != "f32" and least <= 2 and not pool_plan.past_the_end(g, 2, 4):
-            found += [dataclasses.replace(shipped, v=2, vec=4, block=b, num_warps=4)
-                      for b in (128, 256)]  # fmt: skip
+        near = [replace(shipped, store=LAST), replace(shipped, evict="", store=LAST)]
+        if row.dtype != "f32" and g.stride[2] == 2:
+            narrow = replace(shipped, v=2, vec=4, block=128, num_warps=4)
+            near += [narrow, replace(narrow, store=LAST), replace(narrow, block=64, num_warps=2)]
+        found += near
+    shapes = ((1, 128, 8), (1, 64, 16), (1, 192, 5), (1, 128, 10), (2, 128, 6), (4, 128, 4))
+    base: list[Any] = [Rows(*shape) for shape in shapes]
+    base += [Pairs(2, 1, 128), Pairs(2, 1, 256), Pairs(2, 4, 128)]
+    base += [Flat(1, n, False) for n in (128, 256, 512)]
+    for t in base:
+        if t.fits(g):
+            found += [t, replace(t, store=LAST)]
+            if isinstance(t, Pairs) or t == base[0]:
+                found += [replace(t, load=LAST), replace(t, load=LAST, store=LAST)]
     return list(dict.fromkeys(found))
 
 
-def tasks_of(row: pool.Row) -> list[tuple[str, Any]]:
-    return [("triton", (row, t)) for t in triton_candidates(row)] + [
-        ("cuda", (kind, tuple(m.items()))) for kind, m in cuda_candidates(row)
-    ]
-
-
-def warm(task: tuple[str, Any]) -> dict[str, Any]:
-    how, what = task
-    if how == "triton":
-        return pool.warm(what)
+def warm(task: tuple[pool.Row, Candidate]) -> dict[str, Any]:
+    """Compile one candidate into the cache on disk."""
+    row, tiling = task
+    if isinstance(tiling, Tiling):
+        return pool.warm(task)
     try:
-        cuda.compile_cubin(source(what[0]), "sm_90a", dict(what[1]))
-    except Exception as error:
+        macros = window_cuda.macros(geometry(row), common.DTYPES[row.dtype], tiling)
+        cuda.compile_cubin(window_cuda.source(window_cuda.kind_of(tiling)), "sm_90a", macros)
+    except Exception as error:  # a finding, not a failure
         return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
-    return {}
+    return {"spills": 0}
 
 
-def cuda_run(row: pool.Row, kind: str, m: dict[str, int], call: Any) -> Callable[..., Any]:
-    g = geometry_of(call)
-    kernel = cuda.load(source(kind), f"{kind}_kernel", torch.device("cuda"), m)
-    if kind == "rows":
-        items = g.planes * g.outs[0] * -(-g.outs[1] // m["ROWS"])
-        each = m["THREADS"] // 16
-    else:
-        items = g.outputs // (m["V"] if kind == "pairs" else 2)
-        each = m["THREADS"] * m["ITEMS"]
-    launch = kernel.configure((-(-items // each), 1, 1), (m["THREADS"], 1, 1))
-    shapes = [(o.shape, o.dtype) for o in call.outputs]
-
-    def run(x: torch.Tensor) -> Any:
-        outs = [torch.empty(s, dtype=d, device="cuda") for s, d in shapes]
-        launch(x, outs[0], outs[-1], items)
-        return tuple(outs) if len(outs) > 1 else outs[0]
-
-    return run
+def use(row: pool.Row, tiling: Candidate) -> None:
+    """Make the next plan use this tiling."""
+    if isinstance(tiling, Tiling):
+        return pool.use(tiling)
+    entry = pool_plan.key_of(row.op, geometry(row)) | {"label": "probe"}
+    entry |= {"kind": window_cuda.kind_of(tiling), "use": dataclasses.asdict(tiling)}
+    window_cuda.cuda_rows = lambda: [entry]
 
 
-def measure(row: pool.Row, failed: dict[Any, str], flush: torch.Tensor) -> dict[str, Any]:
+def stated(tiling: Candidate) -> dict[str, Any]:
+    """What differs from a tiling's defaults."""
+    fields = dataclasses.fields(tiling)
+    use = {f.name: getattr(tiling, f.name) for f in fields}
+    return {f.name: use[f.name] for f in fields if use[f.name] != f.default}
+
+
+def measure(row: pool.Row, resources: dict[Candidate, Any], flush: torch.Tensor) -> dict[str, Any]:
     torch.manual_seed(0)
     tensors = row.tensors("cuda")
     call = row.call(tensors)
     checks = [tensors, pool.special(row, tensors)]
     wants = [pool.reference(row, found) for found in checks]
-    records, calls = [], []
-    torch.use_deterministic_algorithms(True)
-    for task in tasks_of(row):
-        how, what = task
-        name = pool.changed(dataclasses.asdict(what[1])) if how == "triton" else dict(what[1])
-        record: dict[str, Any] = {"how": how if how == "triton" else what[0], "use": name}
+    records: list[dict[str, Any]] = []
+    launches: list[Callable[..., Any]] = []
+    torch.use_deterministic_algorithms(True)  # fills outputs with NaN before the launch
+    for tiling in candidates(row):
+        kind = "triton" if isinstance(tiling, Tiling) else window_cuda.kind_of(tiling)
+        record = {"kind": kind, "use": stated(tiling)} | resources[tiling]
         records.append(record)
-        if task in failed:
-            record["status"] = failed[task]
-            continue
+        use(row, tiling)
         try:
-            if how == "triton":
-                pool.use(what[1])
-                launch = variants.prepare(call)
-            else:
-                launch = cuda_run(row, what[0], dict(what[1]), call)
+            launch = variants.prepare(call)
             wrong = sum(pool.wrong_elements(launch(*c), w, row)
                         for c, w in zip(checks, wants, strict=True))  # fmt: skip
             record["status"] = f"{wrong} elements wrong" if wrong else "ok"
-        except Exception as error:
+        except Exception as error:  # recorded; the other candidates still run
             record["status"] = f"{type(error).__name__}: {error}"[-200:]
         if record["status"] == "ok":
-            calls.append(functools.partial(launch, *tensors))
+            launches.append(launch)
     torch.use_deterministic_algorithms(False)
     del wants, checks
-    more = []
-    if row.label in COMPILED:
-        torch._dynamo.reset()
-        more.append(functools.partial(torch_compile.prepare(call), *tensors))
-        more[0]()
-    times = common.kernel_times_us([*calls, *more], flush, 15)
+    name = f"{row.label} {row.dtype}"
     timed = [r for r in records if r["status"] == "ok"]
-    for r, samples in zip(timed, times, strict=False):
+    if name in COMPILED:
+        torch._dynamo.reset()
+        launches.append(torch_compile.prepare(call))
+        launches[-1](*tensors)
+        timed.append({"kind": "compile", "use": {}})
+    calls = [functools.partial(launch, *tensors) for launch in launches]
+    times = common.kernel_times_us(calls, flush, 15)
+    for r, samples in zip(timed, times, strict=True):
         r |= {"us": statistics.median(samples), "low_us": min(samples)}
-    streams(row, tensors, timed, calls, flush)
-    return dataclasses.asdict(row) | {
-        "candidates": records, "compile_us": statistics.median(times[-1]) if more else 0
-    }  # fmt: skip
+    if name in FOLLOWED:
+        after(tensors[0], timed, launches, flush)
+    rest = [r for r in timed if r["kind"] == "compile"]
+    return dataclasses.asdict(row) | {"candidates": records, "others": rest}
 
 
-def streams(row: pool.Row, tensors: Any, timed: Any, calls: Any, flush: torch.Tensor) -> None:
-    """What hints cost others: the call before a copy of 64 MB, 8 calls on inputs of their own."""
-    if row.label not in STREAMED:
-        return
-    keep = [i for i, r in enumerate(timed) if r["how"] != "triton" and r["use"]["LOAD"] in (0, 2)
-            and r["use"]["STORE"] in (0, 2)]  # fmt: skip
-    best = {}
-    for i in (0, *keep):
-        key = (timed[i]["how"], timed[i]["use"].get("LOAD"), timed[i]["use"].get("STORE"))
-        if key not in best or timed[i]["us"] < timed[best[key]]["us"]:
+def after(x: torch.Tensor, timed: Any, launches: Any, flush: torch.Tensor) -> None:
+    """Times of a call, or 8 whose outputs live on, and what comes after: a copy of 64 MB, the use
+    of the outputs, 32 MB summed 8 times (they fit in L2), a matmul of 4096.
+    """
+    best: dict[Any, int] = {}
+    for i, r in enumerate(timed):
+        key = r["kind"], r["use"].get("load", ""), r["use"].get("store", "")
+        if key not in best or r["us"] < timed[best[key]]["us"]:
             best[key] = i
-    chosen = [(timed[i], calls[i].func) for i in best.values()]
     source, target = (torch.zeros(2**24, device="cuda") for _ in range(2))
-    inputs = [tensors[0].clone() for _ in range(8)]
+    again = torch.zeros(2**23, device="cuda")
+    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    inputs = [x.clone() for _ in range(8)]
+    sums = [functools.partial(torch.sum, again)] * 8
+    nexts: dict[str, tuple[int, list[Callable[[], Any]]]] = {
+        "one": (1, []),
+        "copy": (1, [lambda: target.copy_(source)]),
+        "sums": (1, sums),
+        "eight": (8, []),
+        "eight, copy": (8, [lambda: target.copy_(source)]),
+        "eight, sums": (8, sums),
+        "eight, matmul": (8, [lambda: a @ b]),
+    }
 
-    def before_copy(launch: Any) -> None:
-        launch(tensors[0])
-        target.copy_(source)
+    def run(launch: Any, count: int, following: Any) -> None:
+        kept = [launch(found) for found in inputs[:count]]
+        for call in following:
+            call()
+        del kept
 
-    def before_use(launch: Any) -> None:
-        for out in launch(tensors[0]):
+    def use_outputs(launch: Any) -> None:
+        for out in launch(x):
             out.add_(1)
 
-    def many(launch: Any) -> None:
-        for x in inputs:
-            launch(x)
-
-    def many_apart(launch: Any) -> None:
-        for x in inputs:
-            launch(x)
-            target.copy_(source)
-
-    ways = (before_copy, before_use, many, many_apart)
-    runs = [functools.partial(way, launch) for way in ways for _, launch in chosen]
-    runs.append(functools.partial(target.copy_, source))
+    chosen = [(timed[i], launches[i]) for i in best.values()]
+    runs = [functools.partial(run, f, *n) for n in nexts.values() for _, f in chosen]
+    runs += [functools.partial(use_outputs, f) for _, f in chosen]
     times = [statistics.median(t) for t in common.kernel_times_us(runs, flush, 9)]
-    for k, way in enumerate(ways):
+    for k, name in enumerate((*nexts, "use")):
         for j, (r, _) in enumerate(chosen):
-            r[way.__name__ + "_us"] = times[k * len(chosen) + j]
+            r.setdefault("after", {})[name] = round(times[k * len(chosen) + j], 2)
     for r, _ in chosen:
-        shown = {w.__name__: round(r[w.__name__ + "_us"], 2) for w in ways}
-        print("  stream", r["how"], r["use"].get("LOAD"), r["use"].get("STORE"), r["us"], shown)
-    print("  copy alone", times[-1], flush=True)
+        print("  after", r["kind"], r["use"], r["after"], flush=True)
+
+
+def write_tuning(results: pathlib.Path) -> None:
+    """Of each key: the fastest Triton tiling, and the CUDA one that is faster, if any."""
+    data = json.loads(results.read_text("utf-8"))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for r in data["results"]:
+        row = pool.Row(**{f.name: r[f.name] for f in dataclasses.fields(pool.Row)})
+        key = pool_plan.key_of(row.op, geometry(row))
+        groups.setdefault(json.dumps(key), []).append(r)
+    table = json.loads(pool.TUNING.read_text("utf-8"))
+    for text, found in groups.items():
+        scores: dict[str, list[float]] = {}
+        for c in (c for r in found for c in r["candidates"] if "us" in c and not c["spills"]):
+            scores.setdefault(json.dumps([c["kind"], c["use"]]), []).append(c["us"])
+        whole = [(sum(us), name, us) for name, us in scores.items() if len(us) == len(found)]
+        triton = min(w for w in whole if w[1].startswith('["triton"'))
+        for chosen, where in ((triton, "rows"), (min(whole), "cuda_rows")):
+            kind, use = json.loads(chosen[1])
+            kept = [r for r in table[where] if not json.loads(text).items() <= r.items()]
+            if where == "rows" or kind != "triton":
+                us = {r["dtype"]: round(t, 3) for r, t in zip(found, chosen[2], strict=True)}
+                measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": us}
+                named = {} if kind == "triton" else {"kind": kind}
+                label = {"label": found[0]["label"]}
+                kept.append(json.loads(text) | label | named | {"use": use, "measured": measured})
+            table[where] = kept
+    common.write_json(pool.TUNING, table)
 
 
 def show(r: dict[str, Any]) -> None:
     timed = sorted((c for c in r["candidates"] if "us" in c), key=lambda c: c["us"])
     bad = [c for c in r["candidates"] if "us" not in c]
+    others = " ".join(f"{c['kind']} {c['us']:.2f}" for c in r["others"])
     print(f"{r['op']} {r['label']} {r['dtype']} shipped {r['candidates'][0].get('us', 0):.2f} "
-          f"compile {r['compile_us']:.2f} page {r['page']} bar {r['bar']} | {len(bad)} failed",
-          [(c["how"], c["status"][-90:]) for c in bad[:2]])  # fmt: skip
-    for how in ("triton", "pairs", "flat", "rows"):
-        for c in [c for c in timed if c["how"] == how][:3]:
-            short = {k: v for k, v in c["use"].items() if k not in ("TYPE", "KD", "KH", "SD", "SH",
-                     "SW", "OD", "OH", "OW", "static", "variant", "INDEX")}  # fmt: skip
-            print(f"   {c['us']:8.2f} {how} {short}")
+          f"{others} page {r['page']} bar {r['bar']} | {len(bad)} failed",
+          [(c["kind"], c["status"][-90:]) for c in bad[:2]])  # fmt: skip
+    for c in timed[:6]:
+        print(f"   {c['us']:8.2f} {c['kind']} {c['use']}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default=",".join(ROWS))
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--only", default=",".join(WANTED))
     parser.add_argument("--seconds", type=float, default=45, help="no row starts after so long")
+    parser.add_argument("--write-tuning", type=pathlib.Path, metavar="RESULTS")
     options = parser.parse_args()
+    if options.write_tuning:
+        return write_tuning(options.write_tuning)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     start = time.time()
     rows = pool.read_rows(options.only)
-    tasks = list(dict.fromkeys(t for row in rows for t in tasks_of(row)))
-    resources = common.warm_all(warm, tasks)
-    failed = {t: r["compile_error"] for t, r in resources.items() if "compile_error" in r}
-    print(f"{len(tasks)} compiled in {time.time() - start:.0f} s, {len(failed)} failed", flush=True)
+    resources = common.warm_all(warm, [(row, t) for row in rows for t in candidates(row)])
+    print(f"{len(resources)} compiled in {time.time() - start:.0f} s", flush=True)
     flush = common.flush_buffer()
     options.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     for row in rows:
-        print(f"{time.time() - start:.1f} s", flush=True)
         if time.time() - start > options.seconds:
             print("no time for", row.op, row.label, row.dtype)
             continue
+        own = {t: found for (r, t), found in resources.items() if r == row}
         try:
-            results.append(measure(row, failed, flush))
-        except Exception as error:
+            results.append(measure(row, own, flush))
+        except Exception as error:  # the other rows still run
             print(row, f"{type(error).__name__}: {error}"[:300], flush=True)
             continue
         common.write_json(options.out / "pool_windows.json",

@@ -40,10 +40,10 @@ CALLS: dict[str, tuple[str, tuple[int, ...], torch.dtype, dict[str, Any], Tiling
     "rows-one": ("max_pool3d_indices", (2, 3, 4, 8, 16), F16, CUBE, Rows(1, 64, 8), 12),
     "rows-stem": ("max_pool2d_indices", (2, 3, 12, 120), F16, STEM, Rows(2, 128, 8), 3),
     "rows-max": ("max_pool3d", (2, 3, 4, 9, 16), BF16, CUBE | {"ceil_mode": True},
-                 Rows(2, 128, 6, load=1), 7),
+                 Rows(2, 128, 6, load="evict_first"), 7),
     "pairs": ("max_pool2d_indices", (2, 3, 8, 12), F32, window((2, 2)), Pairs(2, 2, 64), 1),
     "pairs-cube": ("max_pool3d_indices", (2, 3, 4, 8, 24), F16, window((2, 2, 2)),
-                   Pairs(4, 1, 64, load=6, store=1), 3),
+                   Pairs(4, 1, 64, load="evict_last", store="evict_first"), 3),
     "flat": ("max_pool1d_indices", (2, 3, 64), F16, window((3,)), Flat(1, 32, False), 2),
     "flat-staged": ("max_pool1d_indices", (2, 3, 64), BF16, window((3,)), Flat(2, 32, True), 1),
 }  # fmt: skip

@@ -45,6 +45,7 @@ class Tiling:
     pairs: bool = False
     step: int = 0
     vec: int = 0
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,8 @@ def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
         "BLOCK": t.block,
         "WIDE": g.wide,
         "EVICT": t.evict,
-        "CACHE": "" if t.cache.startswith("evict") else t.cache,
-        "KEEP": t.cache if t.cache.startswith("evict") else "",
+        "CACHE": t.cache,
+        "KEEP": t.store,
         "PAIRS": pairs,
     }
     arguments = (g.sizes, g.outs, g.channels, strides, items, g.scale)

@@ -46,7 +46,7 @@ def cuda_neighbours(t: window_cuda.Tiling, g: Geometry) -> Iterator[window_cuda.
     """Other CTAs, other hints."""
     for threads in tilings.beside(t.threads, 64, 512):
         yield replace(t, threads=threads)
-    for hint in (0, 1, 2):
+    for hint in window_cuda.HINTS:
         if hint != t.load:
             yield replace(t, load=hint)
         if hint != t.store:

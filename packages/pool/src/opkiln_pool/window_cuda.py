@@ -29,18 +29,22 @@ EXTRA = "opkiln-pool[cu13]"
 KERNEL = "pool_cuda"  # what a tiling of the user's is for
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 LANES = 16  # that hold a row of the input in csrc/window_rows.cu
+HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
 PLACES = 2**16  # elements of a plane that places of 16 bits tell apart
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the table sets: see the macros of csrc/window_rows.cu. ctas: a multiprocessor's."""
+    """What the table sets: see the macros of csrc/window_rows.cu. ctas: a multiprocessor's.
+
+    load, store: what L2 is told of lines of the input and of the outputs.
+    """
 
     rows: int
     threads: int
     ctas: int
-    load: int = 0
-    store: int = 0
+    load: str = ""
+    store: str = ""
 
     def fits(self, g: Geometry) -> bool:
         d, h, w = g.sizes
@@ -73,8 +77,8 @@ class Pairs:
     v: int
     items: int
     threads: int
-    load: int = 0
-    store: int = 0
+    load: str = ""
+    store: str = ""
 
     def fits(self, g: Geometry) -> bool:
         whole = all(s == o * k for s, o, k in zip(g.sizes, g.outs, g.kernel, strict=True))
@@ -103,8 +107,8 @@ class Flat:
     items: int
     threads: int
     staged: bool
-    load: int = 0
-    store: int = 0
+    load: str = ""
+    store: str = ""
 
     def fits(self, g: Geometry) -> bool:
         w, ow = g.sizes[2], g.outs[2]
@@ -197,8 +201,8 @@ def readable(g: Geometry) -> bool:
 
 
 def macros(g: Geometry, dtype: torch.dtype, tiling: Tiling) -> dict[str, int]:
-    hints = {"THREADS": tiling.threads, "LOAD": tiling.load, "STORE": tiling.store}
-    return {"TYPE": TYPES[dtype], **hints, **tiling.macros(g)}
+    hints = {"LOAD": HINTS[tiling.load], "STORE": HINTS[tiling.store]}
+    return {"TYPE": TYPES[dtype], "THREADS": tiling.threads, **hints, **tiling.macros(g)}
 
 
 def prepare(call: Call) -> Callable[..., Any] | None:

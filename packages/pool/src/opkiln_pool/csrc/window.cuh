@@ -1,6 +1,7 @@
 // What the CUDA kernels of maxima share: loads and stores with hints, the argmax step.
 //
-// Macros. TYPE: 0 f16, 1 bf16, 2 f32. LOAD, STORE: hints, 0 none, see below.
+// Macros. TYPE: 0 f16, 1 bf16, 2 f32. LOAD, STORE: what L2 is told about lines of x, and of the
+// outputs: 0 nothing, 1 evict_first, 2 evict_last.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -9,11 +10,11 @@ using i64 = long long;
 
 constexpr int BYTES = TYPE == 2 ? 4 : 2;
 
-__device__ u64 policy(int kind) {
+template <int HINT>
+__device__ u64 policy() {
     u64 p = 0;
-    if (kind == 1) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
-    if (kind == 2) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
-    if (kind == 3) asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(p));
+    if constexpr (HINT == 1) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+    if constexpr (HINT == 2) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
     return p;
 }
 
@@ -22,72 +23,47 @@ struct Words {
     u32 at[WORDS];
 };
 
-// LOAD: 0 plain, 1 to 3 a policy of L2, 4 not kept in L1, 5 to 7 both.
 template <int WORDS>
 __device__ Words<WORDS> load(const char* p, u64 hint) {
     Words<WORDS> w;
     u32* r = w.at;
-#define TO2 "=r"(r[0]), "=r"(r[1])
-#define TO4 TO2, "=r"(r[2]), "=r"(r[3])
-    if constexpr (WORDS == 1) {
-        if constexpr (LOAD == 0)
+    if constexpr (LOAD == 0) {
+        if constexpr (WORDS == 1)
             asm("ld.global.nc.u32 %0, [%1];" : "=r"(r[0]) : "l"(p));
+        else if constexpr (WORDS == 2)
+            asm("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
         else
-            asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(r[0]) : "l"(p), "l"(hint));
-    } else if constexpr (WORDS == 2) {
-        if constexpr (LOAD == 0)
-            asm("ld.global.nc.v2.u32 {%0, %1}, [%2];" : TO2 : "l"(p));
-        else if constexpr (LOAD < 4)
-            asm("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
-                : TO2 : "l"(p), "l"(hint));
-        else if constexpr (LOAD == 4)
-            asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : TO2 : "l"(p));
-        else
-            asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
-                : TO2 : "l"(p), "l"(hint));
+            asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
     } else {
-        if constexpr (LOAD == 0)
-            asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : TO4 : "l"(p));
-        else if constexpr (LOAD < 4)
-            asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                : TO4 : "l"(p), "l"(hint));
-        else if constexpr (LOAD == 4)
-            asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : TO4 : "l"(p));
+        if constexpr (WORDS == 1)
+            asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(r[0]) : "l"(p), "l"(hint));
+        else if constexpr (WORDS == 2)
+            asm("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                : "=r"(r[0]), "=r"(r[1]) : "l"(p), "l"(hint));
         else
-            asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                : TO4 : "l"(p), "l"(hint));
+            asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p), "l"(hint));
     }
     return w;
 }
 
-// STORE: 0 plain, 1 to 3 a policy of L2, 4 .cs.
 template <int WORDS>
 __device__ void store(char* p, const u32* r, u64 hint) {
-    if constexpr (WORDS == 1) {
-        if constexpr (STORE == 0)
-            asm volatile("st.global.u32 [%0], %1;" :: "l"(p), "r"(r[0]) : "memory");
-        else if constexpr (STORE == 4)
-            asm volatile("st.global.cs.u32 [%0], %1;" :: "l"(p), "r"(r[0]) : "memory");
+    if constexpr (STORE == 0) {
+        if constexpr (WORDS == 1)
+            *(u32*)p = r[0];
+        else if constexpr (WORDS == 2)
+            *(uint2*)p = make_uint2(r[0], r[1]);
         else
+            *(uint4*)p = make_uint4(r[0], r[1], r[2], r[3]);
+    } else {
+        if constexpr (WORDS == 1)
             asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;"
                          :: "l"(p), "r"(r[0]), "l"(hint) : "memory");
-    } else if constexpr (WORDS == 2) {
-        if constexpr (STORE == 0)
-            asm volatile("st.global.v2.u32 [%0], {%1, %2};"
-                         :: "l"(p), "r"(r[0]), "r"(r[1]) : "memory");
-        else if constexpr (STORE == 4)
-            asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};"
-                         :: "l"(p), "r"(r[0]), "r"(r[1]) : "memory");
-        else
+        else if constexpr (WORDS == 2)
             asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;"
                          :: "l"(p), "r"(r[0]), "r"(r[1]), "l"(hint) : "memory");
-    } else {
-        if constexpr (STORE == 0)
-            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                         :: "l"(p), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-        else if constexpr (STORE == 4)
-            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
-                         :: "l"(p), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
         else
             asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
                          :: "l"(p), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "l"(hint)
@@ -95,7 +71,7 @@ __device__ void store(char* p, const u32* r, u64 hint) {
     }
 }
 
-// Element I of a row of words, as f32.
+// Half of a word, or all of it, as f32.
 __device__ float widen(u32 word, int odd) {
     if constexpr (TYPE == 2) return __uint_as_float(word);
     if constexpr (TYPE == 1) return __uint_as_float(odd ? word & 0xffff0000u : word << 16);

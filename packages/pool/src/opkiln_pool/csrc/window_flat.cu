@@ -12,7 +12,7 @@ __device__ u32 start_of(u32 output) { return output / OW * SW + output % OW * 3;
 extern "C" __global__ void __launch_bounds__(THREADS)
 flat_kernel(const char* __restrict__ x, char* __restrict__ out, char* __restrict__ index,
             i64 items) {
-    u64 load_hint = policy(LOAD & 3), store_hint = policy(STORE & 3);
+    u64 load_hint = policy<LOAD>(), store_hint = policy<STORE>();
     u32 first = blockIdx.x * PAIRS;
 #if STAGED
     __shared__ __align__(16) u32 room[ROOM / 2];

@@ -11,7 +11,7 @@ constexpr int PER_WORD = 4 / BYTES;
 extern "C" __global__ void __launch_bounds__(THREADS)
 pairs_kernel(const char* __restrict__ x, char* __restrict__ out, char* __restrict__ index,
              i64 items) {
-    u64 load_hint = policy(LOAD & 3), store_hint = policy(STORE & 3);
+    u64 load_hint = policy<LOAD>(), store_hint = policy<STORE>();
     u32 first = blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
     Words<WORDS> w[ITEMS][KD * KH][LOADS];
     u32 corner[ITEMS];  // of the window of the item's first output, in its plane

@@ -72,7 +72,7 @@ rows_kernel(const char* __restrict__ x, char* __restrict__ out, char* __restrict
     constexpr int ROOM = (GROUPS * ROWS * OW + 2) / 2 * 2;
     __shared__ __align__(8) u16 values[ROOM];
     __shared__ __align__(8) u32 indices[INDEX ? ROOM : 1];
-    u64 load_hint = policy(LOAD & 3), store_hint = policy(STORE & 3);
+    u64 load_hint = policy<LOAD>(), store_hint = policy<STORE>();
     u32 lane = threadIdx.x % 16;
     u32 first = blockIdx.x * GROUPS, end_set = min(first + GROUPS, (u32)sets);
     u32 begin = begin_of(first), end = begin_of(end_set);
