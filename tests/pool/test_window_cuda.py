@@ -36,16 +36,15 @@ STEM, CUBE = window((3, 3), 2, 1), window((3, 3, 3), 2, 1)
 CALLS: dict[str, tuple[str, tuple[int, ...], torch.dtype, dict[str, Any], Tiling, int]] = {
     # id: op, shape, dtype, window, tiling, CTAs
     "rows-cube": ("max_pool3d_indices", (2, 3, 5, 9, 112), BF16, CUBE | {"ceil_mode": True},
-                  Rows(2, 128, 8), 7),
-    "rows-one": ("max_pool3d_indices", (2, 3, 4, 8, 16), F16, CUBE, Rows(1, 64, 8), 12),
-    "rows-stem": ("max_pool2d_indices", (2, 3, 12, 120), F16, STEM, Rows(2, 128, 8), 3),
-    "rows-max": ("max_pool3d", (2, 3, 4, 9, 16), BF16, CUBE | {"ceil_mode": True},
-                 Rows(2, 128, 6, load="evict_first"), 7),
-    "pairs": ("max_pool2d_indices", (2, 3, 8, 12), F32, window((2, 2)), Pairs(2, 2, 64), 1),
-    "pairs-cube": ("max_pool3d_indices", (2, 3, 4, 8, 24), F16, window((2, 2, 2)),
-                   Pairs(4, 1, 64, load="evict_last", store="evict_first"), 3),
-    "flat": ("max_pool1d_indices", (2, 3, 64), F16, window((3,)), Flat(1, 32, False), 2),
-    "flat-staged": ("max_pool1d_indices", (2, 3, 64), BF16, window((3,)), Flat(2, 32, True), 1),
+                  Rows(128, 8), 12),
+    "rows-narrow": ("max_pool3d_indices", (2, 3, 4, 8, 16), F16, CUBE, Rows(64, 8), 12),
+    "rows-stem": ("max_pool2d_indices", (2, 3, 12, 120), F16, STEM, Rows(128, 8, keep=True), 5),
+    "rows-max": ("max_pool3d", (2, 3, 4, 9, 16), BF16, CUBE | {"ceil_mode": True}, Rows(128, 8),
+                 12),
+    "pairs": ("max_pool2d_indices", (2, 3, 8, 12), F32, window((2, 2)), Pairs(64, keep=True), 2),
+    "pairs-cube": ("max_pool3d_indices", (2, 3, 4, 8, 24), F16, window((2, 2, 2)), Pairs(64), 5),
+    "flat": ("max_pool1d_indices", (2, 3, 64), F16, window((3,)), Flat(32), 2),
+    "flat-bf16": ("max_pool1d_indices", (2, 3, 40), BF16, window((3,)), Flat(32, keep=True), 2),
 }  # fmt: skip
 CASE = pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 
@@ -62,6 +61,7 @@ def put(monkeypatch):
 
     def put(case: Any) -> None:
         row = pool_plan.key_of(case[0], geometry_of(call_of(case))) | {"label": "test"}
+        row["measured"] = {"us": {window_cuda.NAMES[case[2]]: 1.0}}
         row |= {"kind": window_cuda.kind_of(case[4]), "use": dataclasses.asdict(case[4])}
         monkeypatch.setattr(window_cuda, "cuda_rows", lambda: [row])
 
@@ -128,6 +128,12 @@ def test_saved_offsets_are_left_to_triton(case, put):
     assert window_cuda.plan_for(call_of(case, needs_grad=True)) is None
 
 
+def test_a_dtype_that_was_not_measured_is_left_to_triton(put):
+    case = CALLS["rows-stem"]
+    put(case)
+    assert window_cuda.plan_for(call_of(case, torch.zeros(case[1], dtype=BF16))) is None
+
+
 def test_channels_last_is_left_to_triton(put):
     case = CALLS["rows-stem"]
     put(case)
@@ -149,17 +155,17 @@ def test_any_number_of_planes(case, put):
 
 
 UNFIT = {  # id: a tiling that its kernel cannot serve the case with
-    "rows-too-long": ("max_pool2d_indices", (1, 1, 8, 136), F16, STEM, Rows(2, 128, 8)),
-    "rows-f32": ("max_pool2d_indices", (1, 1, 8, 16), F32, STEM, Rows(2, 128, 8)),
+    "rows-too-long": ("max_pool2d_indices", (1, 1, 8, 136), F16, STEM, Rows(128, 8)),
+    "rows-f32": ("max_pool2d_indices", (1, 1, 8, 16), F32, STEM, Rows(128, 8)),
     "rows-volume": ("max_pool3d_indices", (1, 1, 3, 8, 16), F16,
                     window((1, 3, 3), padding=0) | {"stride": (1, 2, 2), "padding": (0, 1, 1)},
-                    Rows(2, 128, 8)),
+                    Rows(128, 8)),
     "rows-plane-too-large": ("max_pool3d_indices", (1, 1, 3, 300, 112), F16, CUBE,
-                             Rows(2, 128, 8)),
-    "pairs-remainder": ("max_pool2d_indices", (1, 1, 9, 12), F32, window((2, 2)), Pairs(2, 1, 64)),
-    "pairs-odd": ("max_pool2d_indices", (1, 1, 8, 12), F32, window((2, 2)), Pairs(4, 1, 64)),
-    "flat-even": ("max_pool1d_indices", (2, 3, 48), F16, window((3,)), Flat(1, 32, False)),
-    "flat-odd": ("max_pool1d_indices", (1, 1, 64), F16, window((3,)), Flat(1, 32, False)),
+                             Rows(128, 8)),
+    "pairs-remainder": ("max_pool2d_indices", (1, 1, 9, 12), F32, window((2, 2)), Pairs(64)),
+    "pairs-odd": ("max_pool2d_indices", (1, 1, 8, 14), F32, window((2, 2)), Pairs(64)),
+    "flat-even": ("max_pool1d_indices", (2, 3, 48), F16, window((3,)), Flat(32)),
+    "flat-odd": ("max_pool1d_indices", (1, 1, 64), F16, window((3,)), Flat(32)),
 }  # fmt: skip
 
 
@@ -183,10 +189,33 @@ def test_users_tiling_comes_first(put, sent):
         assert (found is not None) == (candidate["kernel"] == window_cuda.KERNEL)
 
 
-def test_table_is_valid():
+def calls_of_table() -> list[tuple[dict[str, Any], Call]]:
+    """A call of every row and dtype."""
+    found = []
+    names = {name: dtype for dtype, name in window_cuda.NAMES.items()}
     for row in window_cuda.cuda_rows():
-        window_cuda.made(row["kind"], **row["use"])
-        assert row["measured"]["us"]
+        n = int(row["op"].split("pool")[1][0])
+        keys = ("kernel", "stride", "padding", "dilation")
+        kernel, *others = (tuple(row[k][-n:]) for k in keys)
+        params = {"kernel_size": kernel, **dict(zip(keys[1:], others, strict=True))}
+        for dtype in row["measured"]["us"]:
+            x = torch.empty((1, 2, *row["sizes"][-n:]), dtype=names[dtype], device="meta")
+            for ceil in (False, True):
+                case = row["op"], x.shape, x.dtype, params | {"ceil_mode": ceil}
+                call = call_of(case, x, real=False)
+                if list(geometry_of(call).outs) == row["outs"]:
+                    found.append((row, call))
+                    break
+    return found
+
+
+def test_every_row_of_the_table_serves_its_calls():
+    found = calls_of_table()
+    assert len(found) == sum(len(row["measured"]["us"]) for row in window_cuda.cuda_rows()) > 0
+    for row, call in found:
+        plan = window_cuda.plan_for(call)
+        assert plan.source == row["label"]
+        assert plan.tiling == window_cuda.made(row["kind"], **row["use"])
 
 
 def cuobjdump() -> pathlib.Path:
@@ -195,14 +224,18 @@ def cuobjdump() -> pathlib.Path:
     return pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@CASE
+COMPILED = [(call_of(case), case[4]) for case in CALLS.values()]
+COMPILED += [(call, window_cuda.made(row["kind"], **row["use"])) for row, call in calls_of_table()]
+
+
+@pytest.mark.parametrize(("call", "tiling"), COMPILED)
 @pytest.mark.skipif(not cuda.has_compiler(), reason="needs cuda-core and NVRTC")
-def test_compiles_without_a_stack(case, monkeypatch, tmp_path):
+def test_compiles_without_a_stack(call, tiling, monkeypatch, tmp_path):
     monkeypatch.setenv("OPKILN_CACHE", str(tmp_path))
-    macros = window_cuda.macros(geometry_of(call_of(case)), case[2], case[4])
+    macros = window_cuda.macros(geometry_of(call), call.tensors.input.dtype, tiling)
     path = tmp_path / "kernel.cubin"
-    kind = window_cuda.kind_of(case[4])
-    path.write_bytes(cuda.compile_cubin(window_cuda.source(kind), "sm_90a", macros))
+    source = window_cuda.source(window_cuda.kind_of(tiling))
+    path.write_bytes(cuda.compile_cubin(source, "sm_90a", macros))
     tool = [str(cuobjdump()), "--dump-resource-usage", str(path)]
     said = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"STACK:(\d+)", said)) == {"0"}

@@ -32,7 +32,7 @@ class Tiling:
     always 1, a row of outputs). v: outputs of a row a thread (patch). static: sizes and strides
     compiled in (patch, taps). evict, cache: hints. pairs: of an argmax of 16-bit values in a
     patch, two at once along columns (planes and strips always). step: elements of a plane, or rows
-    of a strip, taken at a time (0: all). vec: elements of a patch's loads (0: the widest).
+    of a strip, taken at a time (0: all).
     """
 
     variant: str
@@ -44,8 +44,6 @@ class Tiling:
     cache: str = ""
     pairs: bool = False
     step: int = 0
-    vec: int = 0
-    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +82,9 @@ def least_v(g: Geometry) -> int:
     return v if g.sizes[2] % vec == 0 or not past_the_end(g, v) else 0
 
 
-def pieces(g: Geometry, v: int, vec: int = 0) -> tuple[int, int, int, int]:
+def pieces(g: Geometry, v: int) -> tuple[int, int, int, int]:
     """(head, first vector, vectors, tail) of `window_patch.load_row` for v outputs."""
-    vec = vec or vector(g)
+    vec = vector(g)
     low = -g.padding[2]
     high = (v - 1) * g.stride[2] + low + (g.kernel[2] - 1) * g.dilation[2]
     first, last = low // vec, high // vec
@@ -100,10 +98,10 @@ def pieces(g: Geometry, v: int, vec: int = 0) -> tuple[int, int, int, int]:
     return head, first, last - first + 1, tail
 
 
-def past_the_end(g: Geometry, v: int, vec: int = 0) -> bool:
+def past_the_end(g: Geometry, v: int) -> bool:
     """Whether some patch loads past a row's end."""
-    vec = vec or vector(g)
-    _, first, vectors, tail = pieces(g, v, vec)
+    vec = vector(g)
+    _, first, vectors, tail = pieces(g, v)
     chunks = -(-g.outs[2] // v)
     return (chunks - 1) * v * g.stride[2] + (first + vectors) * vec + tail > g.sizes[2]
 
@@ -197,9 +195,9 @@ def pairs_of(g: Geometry, asm: bool) -> bool | None:
 
 
 def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
-    vec = t.vec or vector(g)
+    vec = vector(g)
     strides = tuple(s // vec for s in g.strides[:4])
-    head, first, vectors, tail = pieces(g, t.v, vec)
+    head, first, vectors, tail = pieces(g, t.v)
     items = g.planes * g.outs[0] * g.outs[1] * -(-g.outs[2] // t.v)
     d, h, _ = g.check
     pairs = pairs_of(g, asm) if t.pairs else None
@@ -211,7 +209,7 @@ def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
         "STRIDE": g.stride,
         "PADDING": g.padding,
         "DILATION": g.dilation,
-        "CHECK": (d, h, past_the_end(g, t.v, vec)),
+        "CHECK": (d, h, past_the_end(g, t.v)),
         "CAN_MISS": g.can_miss,
         "DIVISOR": g.divisor,
         "HEAD": head,
@@ -225,7 +223,6 @@ def patch(g: Geometry, t: Tiling, f32: bool, asm: bool) -> Launch:
         "WIDE": g.wide,
         "EVICT": t.evict,
         "CACHE": t.cache,
-        "KEEP": t.store,
         "PAIRS": pairs,
     }
     arguments = (g.sizes, g.outs, g.channels, strides, items, g.scale)

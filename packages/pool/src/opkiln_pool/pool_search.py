@@ -31,7 +31,7 @@ def candidates(call: Any) -> list[dict[str, Any]]:
     by_cuda = None
     if cuda.why_not(call.device, window_cuda.EXTRA) is None:
         by_cuda = window_cuda.plan_for(call)
-    first = [] if by_cuda is None else [by_cuda.tiling, *cuda_neighbours(by_cuda.tiling, g)]
+    first = [] if by_cuda is None else [by_cuda.tiling, *cuda_neighbours(by_cuda.tiling)]
     stated = [window_cuda.stated(t) for t in first]
     if own is not None and by_cuda is not None:
         return stated
@@ -42,15 +42,14 @@ def candidates(call: Any) -> list[dict[str, Any]]:
     return [*stated, *(tilings.stated(pool_plan.KERNEL, t) for t in dict.fromkeys(found))]
 
 
-def cuda_neighbours(t: window_cuda.Tiling, g: Geometry) -> Iterator[window_cuda.Tiling]:
-    """Other CTAs, other hints."""
+def cuda_neighbours(t: window_cuda.Tiling) -> Iterator[window_cuda.Tiling]:
+    """Other CTAs, the other hint."""
     for threads in tilings.beside(t.threads, 64, 512):
-        yield replace(t, threads=threads)
-    for hint in window_cuda.HINTS:
-        if hint != t.load:
-            yield replace(t, load=hint)
-        if hint != t.store:
-            yield replace(t, store=hint)
+        if isinstance(t, window_cuda.Rows):
+            yield replace(t, threads=threads, ctas=t.ctas * t.threads // threads)
+        else:
+            yield replace(t, threads=threads)
+    yield replace(t, keep=not t.keep)
 
 
 def plain(g: Geometry) -> Iterator[Tiling]:

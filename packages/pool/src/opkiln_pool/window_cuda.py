@@ -1,12 +1,11 @@
 """Maxima of fixed windows in CUDA C++, for what `cuda_rows` of tuning/sm90.json names.
 
-rows    3 wide windows at stride 2 over short rows of 16 bits, several rows of
-        outputs a thread                                          csrc/window_rows.cu
-pairs   windows that tile the input                               csrc/window_pairs.cu
-flat    windows of 3 that tile rows with an odd number of them    csrc/window_flat.cu
+rows    3 wide windows at stride 2 over short rows of 16 bits     csrc/window_rows.cu
+pairs   windows that tile the input, two columns wide             csrc/window_pairs.cu
+flat    windows of 3 that tile rows of 16 bits                    csrc/window_flat.cu
 
-For any number of planes of a contiguous input. The Triton kernels serve the rest, calls that save
-the taps' offsets for a gradient, and all of it without cuda-core.
+For any number of planes of a contiguous input, in the dtypes that were measured. The Triton kernels
+serve the rest, calls that save the taps' offsets for a gradient, and all of it without cuda-core.
 """
 
 import functools
@@ -28,23 +27,18 @@ from opkiln_pool.geometry import ONES, Geometry, geometry_of
 EXTRA = "opkiln-pool[cu13]"
 KERNEL = "pool_cuda"  # what a tiling of the user's is for
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 LANES = 16  # that hold a row of the input in csrc/window_rows.cu
-HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
-PLACES = 2**16  # elements of a plane that places of 16 bits tell apart
+PLACES = 2**16  # that 16 bits tell apart
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the table sets: see the macros of csrc/window_rows.cu. ctas: a multiprocessor's.
+    """What the table sets. ctas: of a multiprocessor. keep: L2 keeps the lines of the outputs."""
 
-    load, store: what L2 is told of lines of the input and of the outputs.
-    """
-
-    rows: int
     threads: int
     ctas: int
-    load: str = ""
-    store: str = ""
+    keep: bool = False
 
     def fits(self, g: Geometry) -> bool:
         d, h, w = g.sizes
@@ -53,32 +47,26 @@ class Rows:
             g.itemsize == 2
             and (g.kernel[0], g.stride[0], g.padding[0]) == deep
             and (g.kernel[1:], g.stride[1:], g.padding[1:]) == ((3, 3), (2, 2), (1, 1))
-            and (g.kernel[0] == 3 or (d == g.outs[0] == 1))
+            and (g.kernel[0] == 3 or d == 1)
             and w % 8 == 0
             and max(w // 8, -(-g.outs[2] // 4)) <= LANES
-            and (g.kernel[0] - 1) * h * w + 3 * w < PLACES
+            and (g.kernel[0] - 1) * h * w + 2 * w + 8 * LANES <= PLACES
         )
 
     def macros(self, g: Geometry) -> dict[str, int]:
         (sd, sh, sw), (od, oh, ow) = g.sizes, g.outs
         return {"SD": sd, "SH": sh, "SW": sw, "OD": od, "OH": oh, "OW": ow, "KD": g.kernel[0],
-                "INDEX": int(g.reduce == "argmax"), "ROWS": self.rows, "CTAS": self.ctas,
-                }  # fmt: skip
+                "INDEX": int(g.reduce == "argmax"), "CTAS": self.ctas}  # fmt: skip
 
     def work(self, g: Geometry) -> tuple[int, int]:
         """Items of the launch, and of a CTA."""
-        return g.planes * g.outs[0] * -(-g.outs[1] // self.rows), self.threads // LANES
+        return g.planes * g.outs[0] * g.outs[1], self.threads // LANES
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """See the macros of csrc/window_pairs.cu."""
-
-    v: int
-    items: int
     threads: int
-    load: str = ""
-    store: str = ""
+    keep: bool = False
 
     def fits(self, g: Geometry) -> bool:
         whole = all(s == o * k for s, o, k in zip(g.sizes, g.outs, g.kernel, strict=True))
@@ -88,27 +76,21 @@ class Pairs:
             and g.kernel[2] == 2
             and g.stride == g.kernel
             and g.padding == (0, 0, 0)
-            and g.outs[2] % self.v == 0
+            and g.outs[2] % 2 == 0
         )
 
     def macros(self, g: Geometry) -> dict[str, int]:
         d, h, w = g.sizes
-        return {"SD": d, "SH": h, "SW": w, "KD": g.kernel[0], "KH": g.kernel[1], "V": self.v,
-                "ITEMS": self.items}  # fmt: skip
+        return {"SD": d, "SH": h, "SW": w, "KD": g.kernel[0], "KH": g.kernel[1]}
 
     def work(self, g: Geometry) -> tuple[int, int]:
-        return g.outputs // self.v, self.threads * self.items
+        return g.outputs // 2, self.threads
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """See the macros of csrc/window_flat.cu."""
-
-    items: int
     threads: int
-    staged: bool
-    load: str = ""
-    store: str = ""
+    keep: bool = False
 
     def fits(self, g: Geometry) -> bool:
         w, ow = g.sizes[2], g.outs[2]
@@ -124,10 +106,10 @@ class Flat:
         )
 
     def macros(self, g: Geometry) -> dict[str, int]:
-        return {"SW": g.sizes[2], "OW": g.outs[2], "ITEMS": self.items, "STAGED": int(self.staged)}
+        return {"SW": g.sizes[2], "OW": g.outs[2]}
 
     def work(self, g: Geometry) -> tuple[int, int]:
-        return g.outputs // 2, self.threads * self.items
+        return g.outputs // 2, self.threads
 
 
 Tiling = Rows | Pairs | Flat
@@ -174,16 +156,16 @@ def chosen(call: Call, g: Geometry) -> tuple[Tiling, str] | None:
     if tilings.of(call) is not None:
         own = tilings.taken(call, KERNEL, made)
         return own and (own, "your table")
-    key = pool_plan.key_of(call.spec.name, g)
+    key, dtype = pool_plan.key_of(call.spec.name, g), NAMES.get(call.tensors.input.dtype)
     for row in cuda_rows():
-        if all(row.get(k) == v for k, v in key.items()):
+        if dtype in row["measured"]["us"] and all(row.get(k) == v for k, v in key.items()):
             return made(row["kind"], **row["use"]), row["label"]
     return None
 
 
 def plan_for(call: Call) -> Plan | None:
     """The plan of a call that a table covers and whose input these kernels can read."""
-    if "max_pool" not in call.spec.name or 0 in call.tensors.input.shape:
+    if not call.spec.name.startswith("max_pool") or 0 in call.tensors.input.shape:
         return None
     g = geometry_of(call)
     found = chosen(call, g)
@@ -201,8 +183,8 @@ def readable(g: Geometry) -> bool:
 
 
 def macros(g: Geometry, dtype: torch.dtype, tiling: Tiling) -> dict[str, int]:
-    hints = {"LOAD": HINTS[tiling.load], "STORE": HINTS[tiling.store]}
-    return {"TYPE": TYPES[dtype], "THREADS": tiling.threads, **hints, **tiling.macros(g)}
+    shared = {"TYPE": TYPES[dtype], "THREADS": tiling.threads, "KEEP": int(tiling.keep)}
+    return shared | tiling.macros(g)
 
 
 def prepare(call: Call) -> Callable[..., Any] | None:

@@ -174,7 +174,7 @@ def patch_kernel(
     CAN_MISS: tl.constexpr, DIVISOR: tl.constexpr, HEAD: tl.constexpr, FIRST: tl.constexpr,
     VECTORS: tl.constexpr, TAIL: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EVICT: tl.constexpr,
-    CACHE: tl.constexpr, KEEP: tl.constexpr, PAIRS: tl.constexpr,
+    CACHE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(items, BLOCK) programs; an item is V outputs of a row, fewer at the row's end.
 
@@ -265,7 +265,7 @@ def patch_kernel(
     if REDUCE == "avg":
         best = divide(best, starts, starts, sizes, scale, KERNEL, PADDING, DIVISOR)
     out = best.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + places, out, mask=mask, cache_modifier=CACHE, eviction_policy=KEEP)
+    tl.store(out_ptr + places, out, mask=mask, cache_modifier=CACHE)
     if REDUCE == "argmax":
         store_found(index_ptr, offset_ptr, implode(ats, BLOCK, V), starts, sizes, places, mask,
-                    KERNEL, DILATION, CAN_MISS, CACHE, KEEP)  # fmt: skip
+                    KERNEL, DILATION, CAN_MISS, CACHE)  # fmt: skip

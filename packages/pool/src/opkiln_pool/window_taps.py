@@ -108,21 +108,19 @@ def first_taps(starts, KERNEL: tl.constexpr, DILATION: tl.constexpr, PADDING: tl
 
 @triton.jit
 def store_found(index_ptr, offset_ptr, at, starts, sizes, places, mask, KERNEL: tl.constexpr,
-                DILATION: tl.constexpr, CAN_MISS: tl.constexpr, CACHE: tl.constexpr,
-                KEEP: tl.constexpr):  # fmt: skip
+                DILATION: tl.constexpr, CAN_MISS: tl.constexpr, CACHE: tl.constexpr):  # fmt: skip
     """Store flat indices and window offsets of the winning taps, where these are wanted.
 
     CAN_MISS: a window may step over the whole input; its offset is 0 and its index torch's.
     """
     position, over_input = locate(at, starts, sizes, KERNEL, DILATION)
     if index_ptr is not None:
-        tl.store(index_ptr + places, position.to(tl.int64), mask=mask, cache_modifier=CACHE,
-                 eviction_policy=KEEP)  # fmt: skip
+        tl.store(index_ptr + places, position.to(tl.int64), mask=mask, cache_modifier=CACHE)
     if offset_ptr is not None:
         if CAN_MISS:
             at = tl.where(over_input, at, 0)
         offset = at.to(offset_ptr.dtype.element_ty)
-        tl.store(offset_ptr + places, offset, mask=mask, cache_modifier=CACHE, eviction_policy=KEEP)
+        tl.store(offset_ptr + places, offset, mask=mask, cache_modifier=CACHE)
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -196,4 +194,4 @@ def taps_kernel(
     tl.store(out_ptr + places, out, mask=mask, cache_modifier=CACHE)
     if REDUCE == "argmax":
         store_found(index_ptr, offset_ptr, at, starts, sizes, places, mask, KERNEL, DILATION,
-                    CAN_MISS, CACHE, "")  # fmt: skip
+                    CAN_MISS, CACHE)  # fmt: skip

@@ -1,13 +1,12 @@
 // Maxima, with indices where INDEX, of KD x 3 x 3 windows, stride 2 (of depth too where KD is 3),
 // padding 1, of 16-bit values whose rows are up to 16 vectors of 16 bytes.
 //
-// x [planes, SD, SH, SW], out and index [planes, OD, OH, OW]. 16 lanes hold a row of x, 8 columns
-// each, and compute ROWS rows of outputs, 4 of each a lane: rows of x are loaded once for all of
-// them, and the column before a lane's comes by a shuffle of the argmax over rows. A CTA's outputs
-// lie together in memory and leave through shared memory, aligned.
+// x [planes, SD, SH, SW], out and index [planes, OD, OH, OW]. 16 lanes compute a row of outputs, 4
+// each, and hold of every row under it 8 columns each. Rows are reduced before columns are; the
+// column before a lane's comes by a shuffle. A CTA's outputs lie together in memory and leave
+// through shared memory, aligned.
 
 constexpr int GROUPS = THREADS / 16;
-constexpr u32 SETS = (OH + ROWS - 1) / ROWS;  // of rows of outputs in a slab
 constexpr int PAD_D = KD / 2, STRIDE_D = KD == 3 ? 2 : 1;
 constexpr u32 LOWEST = TYPE == 1 ? 0xff80ff80u : 0xfc00fc00u;
 constexpr u32 INF = LOWEST & 0x7fff7fffu;
@@ -61,96 +60,84 @@ __device__ void from_keys(int low_key, int high_key, u32& value, u32& place) {
         : "=&r"(value), "=&r"(place) : "r"(order), "r"(low));
 }
 
-// The first output of a set, flat.
-__device__ u32 begin_of(u32 set) {
-    return (set / SETS * OH + set % SETS * ROWS) * OW;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 rows_kernel(const char* __restrict__ x, char* __restrict__ out, char* __restrict__ index,
-            i64 sets) {
-    constexpr int ROOM = (GROUPS * ROWS * OW + 2) / 2 * 2;
+            i64 rows) {
+    constexpr int ROOM = (GROUPS * OW + 2) / 2 * 2;
     __shared__ __align__(8) u16 values[ROOM];
     __shared__ __align__(8) u32 indices[INDEX ? ROOM : 1];
-    u64 load_hint = policy<LOAD>(), store_hint = policy<STORE>();
+    u64 policy = keeping();
     u32 lane = threadIdx.x % 16;
-    u32 first = blockIdx.x * GROUPS, end_set = min(first + GROUPS, (u32)sets);
-    u32 begin = begin_of(first), end = begin_of(end_set);
-    u32 set = min(first + threadIdx.x / 16, end_set - 1);  // no group leaves its warp early
-    u32 oh = set % SETS * ROWS, slab = set / SETS, od = slab % OD, plane = slab / OD;
+    u32 first = blockIdx.x * GROUPS, end_row = min(first + GROUPS, (u32)rows);
+    u32 begin = first * OW, end = end_row * OW;             // of the CTA's outputs
+    u32 row = min(first + threadIdx.x / 16, end_row - 1);  // no group leaves its warp early
+    u32 oh = row % OH, slab = row / OH, od = slab % OD, plane = slab / OD;
     int d0 = (int)od * STRIDE_D - PAD_D, h0 = (int)oh * 2 - 1;
     const char* p = x + ((i64)plane * (SD * SH * SW) + (i64)(d0 * SH + h0) * SW) * 2 + lane * 16;
 
-    u32 best[ROWS][4], at[ROWS][4];
+    u32 best[4], at[4];
 #pragma unroll
     for (int kd = 0; kd < KD; ++kd)
 #pragma unroll
-        for (int r = 0; r < 2 * ROWS + 1; ++r) {
-            int d = d0 + kd, h = h0 + r;
+        for (int kh = 0; kh < 3; ++kh) {
+            int d = d0 + kd, h = h0 + kh;
             Words<4> w = {LOWEST, LOWEST, LOWEST, LOWEST};
             if ((u32)d < SD && (u32)h < SH && lane < SW / 8)
-                w = load<4>(p + (kd * SH + r) * (SW * 2), load_hint);
+                w = load<4>(p + (kd * SH + kh) * (SW * 2));
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                int kh = r - 2 * i;
-                if (kh < 0 || kh > 2) continue;
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    u32 place = ((kd * SH + kh) * SW + 2 * c) * 0x10001u + 0x10000u;
-                    if (kd + kh == 0) {
-                        best[i][c] = w.at[c];
-                        at[i][c] = place;
-                    } else if (INDEX) {
-                        follow_two(best[i][c], at[i][c], w.at[c], place);
-                    } else {
-                        best[i][c] = larger(best[i][c], w.at[c]);
-                    }
+            for (int c = 0; c < 4; ++c) {
+                // Places count from the window's first row and the row's first column, for lane 0.
+                u32 place = ((kd * SH + kh) * SW + 2 * c) * 0x10001u + 0x10000u;
+                if (kd + kh == 0) {
+                    best[c] = w.at[c];
+                    at[c] = place;
+                } else if (INDEX) {
+                    follow_two(best[c], at[c], w.at[c], place);
+                } else {
+                    best[c] = larger(best[c], w.at[c]);
                 }
             }
         }
 
-    u32 odd = begin & 1, mine = begin_of(set) - begin + odd;
+    u32 odd = begin & 1, mine = row * OW - begin + odd;  // an even output lies at an even slot
+    bool here = first + threadIdx.x / 16 < end_row;
+    if constexpr (INDEX) {
+        int key[9];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        bool here = oh + i < OH && first + threadIdx.x / 16 < end_set;
-        if constexpr (INDEX) {
-            int key[9];
+        for (int c = 0; c < 4; ++c)
+            to_keys(best[c], at[c] + lane * 0x80008u, key[2 * c + 1], key[2 * c + 2]);
+        key[0] = __shfl_up_sync(0xffffffffu, key[8], 1, 16);
+        if (lane == 0) key[0] = 0x80000000;
+        // Where places count from, and the lane's first element over the input.
+        int corner = (d0 * SH + h0) * SW;
+        int inside = (max(d0, 0) * SH + max(h0, 0)) * SW + (int)lane * 8;
 #pragma unroll
-            for (int c = 0; c < 4; ++c)
-                to_keys(best[i][c], at[i][c] + lane * 0x80008u, key[2 * c + 1], key[2 * c + 2]);
-            key[0] = __shfl_up_sync(0xffffffffu, key[8], 1, 16);
-            if (lane == 0) key[0] = 0x80000000;
-            // Where the window's places count from, and its first element over the input.
-            int corner = (d0 * SH + h0 + 2 * i) * SW;
-            int inside = (max(d0, 0) * SH + max(h0 + 2 * i, 0)) * SW + (int)lane * 8;
-#pragma unroll
-            for (int v = 0; v < 4; v += 2) {
-                u32 value, place, ow = lane * 4 + v, slot = mine + i * OW + ow;
-                from_keys(max(max(key[2 * v], key[2 * v + 1]), key[2 * v + 2]),
-                          max(max(key[2 * v + 2], key[2 * v + 3]), key[2 * v + 4]), value, place);
-                int low = corner + (int)(place & 0xffff), high = corner + (int)(place >> 16);
-                // Of a window of nothing but -inf the padding may have won.
-                if ((value & 0xffff) == (LOWEST & 0xffff)) low = inside + max(2 * v - 1, -(int)lane);
-                if (value >> 16 == LOWEST >> 16) high = inside + 2 * v + 1;
-                if (here && ow < OW) {
-                    values[slot] = value;
-                    indices[slot] = low;
-                }
-                if (here && ow + 1 < OW) {
-                    values[slot + 1] = value >> 16;
-                    indices[slot + 1] = high;
-                }
+        for (int v = 0; v < 4; v += 2) {
+            u32 value, place, ow = lane * 4 + v, slot = mine + ow;
+            from_keys(max(max(key[2 * v], key[2 * v + 1]), key[2 * v + 2]),
+                      max(max(key[2 * v + 2], key[2 * v + 3]), key[2 * v + 4]), value, place);
+            int low = corner + (int)(place & 0xffff), high = corner + (int)(place >> 16);
+            // Of a window of nothing but -inf the padding may have won.
+            if ((value & 0xffff) == (LOWEST & 0xffff)) low = inside + max(2 * v - 1, -(int)lane);
+            if (value >> 16 == LOWEST >> 16) high = inside + 2 * v + 1;
+            if (here && ow < OW) {
+                values[slot] = value;
+                indices[slot] = low;
             }
-        } else {
-            u32 before = __shfl_up_sync(0xffffffffu, best[i][3], 1, 16);
-            if (lane == 0) before = LOWEST;
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                u32 a = c ? best[i][c - 1] : before, b = best[i][c];
-                u32 m = larger(larger(b, b >> 16 | b << 16), __byte_perm(a, b, 0x3232));
-                u32 ow = lane * 4 + c;
-                if (here && ow < OW) values[mine + i * OW + ow] = m;
+            if (here && ow + 1 < OW) {
+                values[slot + 1] = value >> 16;
+                indices[slot + 1] = high;
             }
+        }
+    } else {
+        u32 before = __shfl_up_sync(0xffffffffu, best[3], 1, 16);
+        if (lane == 0) before = LOWEST;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            u32 a = c ? best[c - 1] : before, b = best[c];
+            u32 most = larger(larger(b, b >> 16 | b << 16), __byte_perm(a, b, 0x3232));
+            u32 ow = lane * 4 + c;
+            if (here && ow < OW) values[mine + ow] = most;
         }
     }
     __syncthreads();
@@ -160,11 +147,11 @@ rows_kernel(const char* __restrict__ x, char* __restrict__ out, char* __restrict
     for (u32 s = threadIdx.x * 2; even + s < end; s += THREADS * 2) {
         u32 f = even + s;
         if (f >= begin && f + 1 < end) {
-            store<1>(out + (u64)f * 2, (const u32*)(values + s), store_hint);
+            store<1>(out + (u64)f * 2, (const u32*)(values + s), policy);
             if constexpr (INDEX) {
                 uint2 found = *(const uint2*)(indices + s);
                 u32 two[4] = {found.x, 0, found.y, 0};
-                store<4>(index + (u64)f * 8, two, store_hint);
+                store<4>(index + (u64)f * 8, two, policy);
             }
         } else {
             u32 g = f < begin ? 1 : 0;
