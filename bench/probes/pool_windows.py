@@ -1,12 +1,13 @@
-"""Measure the CUDA kernels of maxima and the hints to L2 beside Triton's tilings and torch.compile.
+"""Measure the CUDA kernels of maxima beside what Triton's tilings and torch.compile take.
 
     python bench/probes/pool_windows.py --out DIR [--only SUBSTRING,...] [--seconds N]
     python bench/probes/pool_windows.py --write-tuning DIR/pool_windows.json
 
 The first writes DIR/pool_windows.json and prints the best of each row. Outputs are compared exactly
 with the reference in float64, on random values and on ties, NaN, -inf and zeros of both signs.
-Lines written with `evict_last` stay in L2: `after` times what comes next too. The second form puts
-the fastest tilings into tuning/sm90.json.
+Lines that are kept in L2 may cost what comes next: `after` times that too. The second form puts
+CUDA tilings that keep none, and are faster than the Triton tiling of their call, into
+tuning/sm90.json; those that keep lines are for a reader of `after` to put there.
 """
 
 import argparse
@@ -31,7 +32,6 @@ from opkiln_pool.geometry import Geometry, geometry_of
 from opkiln_pool.pool_plan import Tiling
 from opkiln_pool.window_cuda import Flat, Pairs, Rows
 
-LAST = "evict_last"
 WANTED = ("max_pool2d_indices vgg-block f", "max_pool3d_indices", "max_pool1d_indices sincnet",
           "max_pool3d medicalnet", "max_pool2d_indices resnet-stem f16")  # fmt: skip
 COMPILED = ("vgg-block f32", "sincnet-speaker-local f16")
@@ -46,24 +46,11 @@ def geometry(row: pool.Row) -> Geometry:
 def candidates(row: pool.Row) -> list[Candidate]:
     """The Triton tiling that ships first."""
     g = geometry(row)
-    shipped = (pool.POOL_TUNED(row.op, g) or [pool_plan.rule(g)])[0]
-    found: list[Candidate] = [shipped]
-    if "indices" in row.op:
-        near = [replace(shipped, store=LAST), replace(shipped, evict="", store=LAST)]
-        if row.dtype != "f32" and g.stride[2] == 2:
-            narrow = replace(shipped, v=2, vec=4, block=128, num_warps=4)
-            near += [narrow, replace(narrow, store=LAST), replace(narrow, block=64, num_warps=2)]
-        found += near
-    shapes = ((1, 128, 8), (1, 64, 16), (1, 192, 5), (1, 128, 10), (2, 128, 6), (4, 128, 4))
-    base: list[Any] = [Rows(*shape) for shape in shapes]
-    base += [Pairs(2, 1, 128), Pairs(2, 1, 256), Pairs(2, 4, 128)]
-    base += [Flat(1, n, False) for n in (128, 256, 512)]
-    for t in base:
-        if t.fits(g):
-            found += [t, replace(t, store=LAST)]
-            if isinstance(t, Pairs) or t == base[0]:
-                found += [replace(t, load=LAST), replace(t, load=LAST, store=LAST)]
-    return list(dict.fromkeys(found))
+    found: list[Candidate] = [(pool.POOL_TUNED(row.op, g) or [pool_plan.rule(g)])[0]]
+    base = (*(Rows(n, c) for n, c in ((128, 8), (64, 16), (192, 5), (128, 10), (256, 4))),
+            *(make(n) for make in (Pairs, Flat) for n in (128, 256, 512)))  # fmt: skip
+    fits = [t for t in base if t.fits(g)]
+    return [*found, *fits, *(replace(t, keep=True) for t in fits)]
 
 
 def warm(task: tuple[pool.Row, Candidate]) -> dict[str, Any]:
@@ -85,6 +72,7 @@ def use(row: pool.Row, tiling: Candidate) -> None:
         return pool.use(tiling)
     entry = pool_plan.key_of(row.op, geometry(row)) | {"label": "probe"}
     entry |= {"kind": window_cuda.kind_of(tiling), "use": dataclasses.asdict(tiling)}
+    entry["measured"] = {"us": {row.dtype: None}}
     window_cuda.cuda_rows = lambda: [entry]
 
 
@@ -143,7 +131,7 @@ def after(x: torch.Tensor, timed: Any, launches: Any, flush: torch.Tensor) -> No
     """
     best: dict[Any, int] = {}
     for i, r in enumerate(timed):
-        key = r["kind"], r["use"].get("load", ""), r["use"].get("store", "")
+        key = r["kind"], r["use"].get("keep", False)
         if key not in best or r["us"] < timed[best[key]]["us"]:
             best[key] = i
     source, target = (torch.zeros(2**24, device="cuda") for _ in range(2))
@@ -183,7 +171,7 @@ def after(x: torch.Tensor, timed: Any, launches: Any, flush: torch.Tensor) -> No
 
 
 def write_tuning(results: pathlib.Path) -> None:
-    """Of each key: the fastest Triton tiling, and the CUDA one that is faster, if any."""
+    """Of each key, over the dtypes that were measured."""
     data = json.loads(results.read_text("utf-8"))
     groups: dict[str, list[dict[str, Any]]] = {}
     for r in data["results"]:
@@ -194,20 +182,24 @@ def write_tuning(results: pathlib.Path) -> None:
     for text, found in groups.items():
         scores: dict[str, list[float]] = {}
         for c in (c for r in found for c in r["candidates"] if "us" in c and not c["spills"]):
-            scores.setdefault(json.dumps([c["kind"], c["use"]]), []).append(c["us"])
+            if not c["use"].get("keep"):
+                scores.setdefault(json.dumps([c["kind"], c["use"]]), []).append(c["us"])
         whole = [(sum(us), name, us) for name, us in scores.items() if len(us) == len(found)]
-        triton = min(w for w in whole if w[1].startswith('["triton"'))
-        for chosen, where in ((triton, "rows"), (min(whole), "cuda_rows")):
-            kind, use = json.loads(chosen[1])
-            kept = [r for r in table[where] if not json.loads(text).items() <= r.items()]
-            if where == "rows" or kind != "triton":
-                us = {r["dtype"]: round(t, 3) for r, t in zip(found, chosen[2], strict=True)}
-                measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": us}
-                named = {} if kind == "triton" else {"kind": kind}
-                label = {"label": found[0]["label"]}
-                kept.append(json.loads(text) | label | named | {"use": use, "measured": measured})
-            table[where] = kept
+        _, name, times = min(whole)
+        kind, use = json.loads(name)
+        key = json.loads(text)
+        here = [r for r in table["cuda_rows"] if key.items() <= r.items()]
+        if any(r["use"].get("keep") for r in here):
+            continue
+        kept = [r for r in table["cuda_rows"] if r not in here]
+        if kind != "triton":
+            us = {r["dtype"]: round(t, 3) for r, t in zip(found, times, strict=True)}
+            measured = {k: data[k] for k in ("gpu", "date", "commit")} | {"us": us}
+            kept.append(key | {"label": found[0]["label"], "kind": kind, "use": use,
+                               "measured": measured})  # fmt: skip
+        table["cuda_rows"] = kept
     common.write_json(pool.TUNING, table)
+    print(f"{len(table['cuda_rows'])} CUDA rows in {pool.TUNING.relative_to(common.ROOT)}")
 
 
 def show(r: dict[str, Any]) -> None:
