@@ -4,6 +4,13 @@ typedef unsigned short u16;
 
 template <typename T>
 u32 bits_of(T x) { return static_cast<u32>(cpu::bits(x)); }
+template <typename T>
+u32 pair_of(float low, float high, T) {
+    T a, b;
+    round_to(a, low);
+    round_to(b, high);
+    return bits_of(a) | bits_of(b) << 16;
+}
 
 template <int BYTES>
 void copy_async(u16* to, const u16* from, bool some) {

@@ -21,6 +21,18 @@ DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) 
 DEVICE void round_to(f16& y, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
 DEVICE void round_to(bf16& y, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
 
+// Two values, rounded, the first in the lower half.
+DEVICE u32 pair_of(float low, float high, f16) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE u32 pair_of(float low, float high, bf16) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 template <typename T>
 DEVICE u32 bits_of(T x) { return x.bits; }
 

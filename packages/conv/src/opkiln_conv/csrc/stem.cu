@@ -1,0 +1,208 @@
+// Convolution of contiguous tensors with few input channels, one launch: out[n, o, p] = bias[o] + sum
+// over (channel, tap) of w[o, channel, tap] * x[n, channel, under the tap of p].
+//
+// A CTA computes BLOCK_M output channels x TILE_H rows of TILE_W pixels. It brings the input under
+// them to shared memory as units: the same place of four channels, side by side, zeros where there is
+// no channel or no input. So a unit of x (8 bytes) is what a lane of mma.m16n8k16 gives for one
+// column and one tap: one 8-byte shared load, whatever the tap's shift. Weights are units too,
+// [output][tap], and stay in registers: of a step of 16 products lane % 4 is the tap.
+//
+// WARPS / WM warps take blocks of 32 pixels in turn, WM warps MT * 16 channels each. A block is four
+// vectors of 8 neighbouring pixels; the columns of its four products are dealt so that a lane ends up
+// with one vector of each of its channels: the output leaves in 16-byte stores, without exchange.
+//
+// Macros: T; CHANNELS, OUTS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW, kernel KD KH
+// KW, stride SD SH SW, padding PD PH PW, dilation DD DH DW; HAS_BIAS; TILE_H, TILE_W (of 8 pixels),
+// WARPS, WM, MT, RESIDENT CTAs of a multiprocessor; V, VO: elements of an access to x and the output;
+// SHARED: bytes of shared memory.
+
+constexpr int TAPS = KD * KH * KW, QUARTETS = (CHANNELS + 3) / 4, UNITS = QUARTETS * TAPS;
+constexpr int STEPS = (UNITS + 3) / 4, THREADS = 32 * WARPS, BLOCK_M = 16 * WM * MT;
+constexpr int LEFT = (PW + 3) / 4 * 4;  // columns before the first pixel: PW, made whole vectors
+constexpr int REACH = LEFT - PW + (TILE_W - 1) * SW + (KW - 1) * DW + 1, QUADS = (REACH + 3) / 4;
+constexpr int PITCH = QUADS * 4 + (QUADS % 2 ? 0 : 4);  // 4 modulo 8 units
+constexpr int ROWS = (TILE_H - 1) * SH + (KH - 1) * DH + 1, PLANES = QUARTETS * KD;
+constexpr int PLANE = ROWS * PITCH + (ROWS + KH) % 2 * 4;  // taps that follow lie 4 modulo 8 units apart
+constexpr int W_PITCH = STEPS * 4 + (STEPS % 2 ? 0 : 4);
+constexpr int VECTORS = TILE_H * (TILE_W / 8), BLOCKS = (VECTORS + 3) / 4;
+constexpr int OUT_ROWS = (OH + TILE_H - 1) / TILE_H, OUT_COLUMNS = (OW + TILE_W - 1) / TILE_W;
+constexpr int OUT_BLOCKS = (OUTS + BLOCK_M - 1) / BLOCK_M;
+constexpr int BATCH = 6;  // pieces that a thread has under way
+static_assert(TILE_W % 8 == 0 && WARPS % WM == 0 && SHARED == 8 * (PLANES * PLANE + BLOCK_M * W_PITCH));
+
+typedef Vector<u32, 2> Unit;
+typedef Vector<u32, 4> Units;  // two
+
+struct Place { int channel, depth, row, column; i64 image; };  // of a tile: its first output
+
+DEVICE Place place_of(u32 tile) {
+    Place p;
+    p.channel = tile % OUT_BLOCKS * BLOCK_M;
+    tile /= OUT_BLOCKS;
+    p.column = tile % OUT_COLUMNS * TILE_W;
+    tile /= OUT_COLUMNS;
+    p.row = tile % OUT_ROWS * TILE_H;
+    tile /= OUT_ROWS;
+    p.depth = tile % OD;
+    p.image = tile / OD;
+    return p;
+}
+
+struct Quad { Unit of[4]; };  // four columns of four channels
+
+// Four neighbouring inputs of each channel of a quartet.
+DEVICE void load_quad(Quad& to, const u16* __restrict__ x, const Place& at, int i) {
+    const int r = i / QUADS % ROWS, plane = i / QUADS / ROWS, kd = plane % KD, first = plane / KD * 4;
+    const int d = at.depth * SD - PD + kd * DD, h = at.row * SH - PH + r;
+    const int w = at.column * SW - LEFT + i % QUADS * 4;
+    const bool some = i < PLANES * ROWS * QUADS && d >= 0 && d < ID && h >= 0 && h < IH;
+    const u16* from = x + (at.image * CHANNELS + first) * (i64)(ID * IH * IW) + (d * IH + h) * IW + w;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        to.of[c] = {0, 0};
+        if (c >= CHANNELS || !some || first + c >= CHANNELS) continue;
+        const u16* row = from + c * (ID * IH * IW);
+        if constexpr (V == 4) {
+            if (w >= 0 && w < IW) to.of[c] = *reinterpret_cast<const Unit*>(row);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; e += V) {
+                if (w + e < 0 || w + e >= IW) continue;
+                if constexpr (V == 2) to.of[c].at[e / 2] = *reinterpret_cast<const u32*>(row + e);
+                else to.of[c].at[e / 2] |= static_cast<u32>(row[e]) << e % 2 * 16;
+            }
+        }
+    }
+}
+
+DEVICE u32 lower(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
+DEVICE u32 upper(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+
+DEVICE void store_quad(Unit* patch, const Quad& q, int i) {
+    if (i >= PLANES * ROWS * QUADS) return;
+    Units half[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+        half[e] = {lower(q.of[0].at[e], q.of[1].at[e]), lower(q.of[2].at[e], q.of[3].at[e]),
+                   upper(q.of[0].at[e], q.of[1].at[e]), upper(q.of[2].at[e], q.of[3].at[e])};
+    const int row = i / QUADS;
+    Units* to = reinterpret_cast<Units*>(
+        patch + row / ROWS * PLANE + row % ROWS * PITCH + i % QUADS * 4);
+    const int turn = i / 4 % 2;  // so that eight lanes meet all banks
+    to[turn] = turn ? half[1] : half[0];
+    to[1 - turn] = turn ? half[0] : half[1];
+}
+
+DEVICE void fetch_patch(Unit* patch, const u16* __restrict__ x, const Place& at, int begin, int end) {
+    for (int i = begin + threadIdx.x; i < end; i += BATCH * THREADS) {
+        Quad quads[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, i + b * THREADS);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) store_quad(patch, quads[b], i + b * THREADS);
+    }
+}
+
+DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place& at) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < BLOCK_M * STEPS * 4; i += THREADS) {
+        const int row = i / (STEPS * 4), unit = i % (STEPS * 4);
+        const int channel = unit / TAPS * 4, tap = unit % TAPS;
+        const u16* from = w + (at.channel + row) * (CHANNELS * TAPS) + channel * TAPS + tap;
+        u32 found[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            found[c] = at.channel + row < OUTS && channel + c < CHANNELS ? from[c * TAPS] : 0;
+        weights[row * W_PITCH + unit] = {found[0] | found[1] << 16, found[2] | found[3] << 16};
+    }
+}
+
+// One vector of 8 pixels of one output channel.
+DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
+    if constexpr (VO == 8) {
+        if (left > 0) *reinterpret_cast<Units*>(to) = {y[0], y[1], y[2], y[3]};
+    } else {
+        u16* halves = reinterpret_cast<u16*>(to);
+#pragma unroll
+        for (int e = 0; e < 8; e += VO) {
+            if (e >= left) continue;
+            if constexpr (VO == 4) *reinterpret_cast<Unit*>(halves + e) = {y[e / 2], y[e / 2 + 1]};
+            else if constexpr (VO == 2) *reinterpret_cast<u32*>(halves + e) = y[e / 2];
+            else halves[e] = static_cast<u16>(y[e / 2] >> e % 2 * 16);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__ bias, T* out) {
+    Unit* patch = reinterpret_cast<Unit*>(dynamic_shared());
+    Unit* weights = patch + PLANES * PLANE;
+    const Place at = place_of(blockIdx.x);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp % WM, q = lane % 4;
+    fetch_weights(weights, w, at);
+    fetch_patch(patch, x, at, 0, PLANES * ROWS * QUADS);
+    int shift[STEPS];  // units from a pixel's corner to the input under this lane's tap of each step
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        const int unit = s * 4 + q < UNITS ? s * 4 + q : 0, tap = unit % TAPS;
+        const int plane = unit / TAPS * KD + tap / (KH * KW);
+        shift[s] = plane * PLANE + tap / KW % KH * DH * PITCH + tap % KW * DW + LEFT - PW;
+    }
+    const int channel = at.channel + wm * MT * 16 + lane / 4;  // and 8 farther, for each of MT
+    float add[MT][2];
+#pragma unroll
+    for (int m = 0; m < 2 * MT; ++m) {
+        const bool some = HAS_BIAS && channel + m * 8 < OUTS;
+        add[m / 2][m % 2] = some ? to_float(bias[channel + m * 8]) : 0;
+    }
+    __syncthreads();
+    u32 a[STEPS][MT][4];
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            const Unit* row = weights + (wm * MT * 16 + m * 16 + lane / 4) * W_PITCH + s * 4 + q;
+            const Unit low = row[0], high = row[8 * W_PITCH];
+            a[s][m][0] = low.at[0], a[s][m][1] = high.at[0];
+            a[s][m][2] = low.at[1], a[s][m][3] = high.at[1];
+        }
+    const u32 keep = UNITS % 4 == 0 || q < UNITS % 4 ? 0xffffffffu : 0;  // of the last step
+    constexpr i64 OF_CHANNEL = (i64)OD * OH * OW;
+    T* const image = out + (at.image * OUTS + channel) * OF_CHANNEL + (i64)at.depth * (OH * OW);
+#pragma unroll 1
+    for (int block = warp / WM; block < BLOCKS; block += WARPS / WM) {
+        const int mine = block * 4 + lane / 8, v = mine < VECTORS ? mine : 0;
+        const Unit* corner = patch + v / (TILE_W / 8) * (SH * PITCH) + v % (TILE_W / 8) * (8 * SW) +
+                             lane / 4 % 2 * SW;
+        float acc[MT][4][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int e = 0; e < 16; ++e) acc[m][e / 4][e % 4] = add[m][e % 4 / 2];
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            Unit b[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) b[n] = corner[shift[s] + 2 * n * SW];
+            if (UNITS % 4 != 0 && s == STEPS - 1)
+#pragma unroll
+                for (int n = 0; n < 4; ++n) b[n].at[0] &= keep, b[n].at[1] &= keep;
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+#pragma unroll
+                for (int m = 0; m < MT; ++m) multiply(acc[m][n], a[s][m], b[n].at[0], b[n].at[1], T());
+        }
+        const int own = block * 4 + q, row = at.row + own / (TILE_W / 8);
+        const int column = at.column + own % (TILE_W / 8) * 8;
+        const int left = own < VECTORS && row < OH ? OW - column : 0;
+        T* to = image + row * OW + column;
+#pragma unroll
+        for (int m = 0; m < 2 * MT; ++m) {
+            u32 y[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                y[n] = pair_of(acc[m / 2][n][m % 2 * 2], acc[m / 2][n][m % 2 * 2 + 1], T());
+            if (channel + m * 8 < OUTS) store_vector(to + m * 8 * OF_CHANNEL, y, left);
+        }
+    }
+}
