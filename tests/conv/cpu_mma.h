@@ -12,6 +12,11 @@ u32 pair_of(float low, float high, T) {
     return bits_of(a) | bits_of(b) << 16;
 }
 
+inline void store_16(void* to, const u32 (&y)[4]) {
+    if (reinterpret_cast<size_t>(to) % 16) std::abort();
+    std::memcpy(to, y, 16);
+}
+
 template <int BYTES>
 void copy_async(u16* to, const u16* from, bool some) {
     if (reinterpret_cast<size_t>(to) % BYTES || reinterpret_cast<size_t>(from) % BYTES) std::abort();

@@ -33,6 +33,12 @@ DEVICE u32 pair_of(float low, float high, bf16) {
     return pair;
 }
 
+// 16 bytes to global memory in one instruction.
+DEVICE void store_16(void* to, const u32 (&y)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
+}
+
 template <typename T>
 DEVICE u32 bits_of(T x) { return x.bits; }
 

@@ -27,7 +27,7 @@ constexpr int W_PITCH = STEPS * 4 + (STEPS % 2 ? 0 : 4);
 constexpr int VECTORS = TILE_H * (TILE_W / 8), BLOCKS = (VECTORS + 3) / 4;
 constexpr int OUT_ROWS = (OH + TILE_H - 1) / TILE_H, OUT_COLUMNS = (OW + TILE_W - 1) / TILE_W;
 constexpr int OUT_BLOCKS = (OUTS + BLOCK_M - 1) / BLOCK_M;
-constexpr int BATCH = 6;  // pieces that a thread has under way
+constexpr int BATCH = 6, W_BATCH = 4;  // pieces, and units of weights, that a thread has under way
 static_assert(TILE_W % 8 == 0 && WARPS % WM == 0 && SHARED == 8 * (PLANES * PLANE + BLOCK_M * W_PITCH));
 
 typedef Vector<u32, 2> Unit;
@@ -55,21 +55,22 @@ DEVICE void load_quad(Quad& to, const u16* __restrict__ x, const Place& at, int 
     const int r = i / QUADS % ROWS, plane = i / QUADS / ROWS, kd = plane % KD, first = plane / KD * 4;
     const int d = at.depth * SD - PD + kd * DD, h = at.row * SH - PH + r;
     const int w = at.column * SW - LEFT + i % QUADS * 4;
-    const bool some = i < PLANES * ROWS * QUADS && d >= 0 && d < ID && h >= 0 && h < IH;
+    const bool row = i < PLANES * ROWS * QUADS && d >= 0 && d < ID && h >= 0 && h < IH;
     const u16* from = x + (at.image * CHANNELS + first) * (i64)(ID * IH * IW) + (d * IH + h) * IW + w;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < 4; ++c, from += ID * IH * IW) {
         to.of[c] = {0, 0};
-        if (c >= CHANNELS || !some || first + c >= CHANNELS) continue;
-        const u16* row = from + c * (ID * IH * IW);
-        if constexpr (V == 4) {
-            if (w >= 0 && w < IW) to.of[c] = *reinterpret_cast<const Unit*>(row);
-        } else {
+        if (c >= CHANNELS) continue;
+        const bool some = row && first + c < CHANNELS;
 #pragma unroll
-            for (int e = 0; e < 4; e += V) {
-                if (w + e < 0 || w + e >= IW) continue;
-                if constexpr (V == 2) to.of[c].at[e / 2] = *reinterpret_cast<const u32*>(row + e);
-                else to.of[c].at[e / 2] |= static_cast<u32>(row[e]) << e % 2 * 16;
+        for (int e = 0; e < 4; e += V) {
+            const bool inside = some && w + e >= 0 && w + e < IW;
+            if constexpr (V == 4) {
+                if (inside) to.of[c] = *reinterpret_cast<const Unit*>(from);
+            } else if constexpr (V == 2) {
+                if (inside) to.of[c].at[e / 2] = *reinterpret_cast<const u32*>(from + e);
+            } else if (inside) {
+                to.of[c].at[e / 2] |= static_cast<u32>(from[e]) << e % 2 * 16;
             }
         }
     }
@@ -93,34 +94,46 @@ DEVICE void store_quad(Unit* patch, const Quad& q, int i) {
     to[1 - turn] = turn ? half[0] : half[1];
 }
 
-DEVICE void fetch_patch(Unit* patch, const u16* __restrict__ x, const Place& at, int begin, int end) {
-    for (int i = begin + threadIdx.x; i < end; i += BATCH * THREADS) {
-        Quad quads[BATCH];
+// The weights and the patch, whose first pieces are under way meanwhile.
+DEVICE void fetch(Unit* patch, Unit* weights, const u16* __restrict__ x, const u16* __restrict__ w,
+                  const Place& at) {
+    constexpr int PIECES = PLANES * ROWS * QUADS, W_UNITS = BLOCK_M * STEPS * 4;
+    Quad quads[BATCH];
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, i + b * THREADS);
+    for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, threadIdx.x + b * THREADS);
+    for (int begin = threadIdx.x; begin < W_UNITS; begin += W_BATCH * THREADS) {
+        u32 found[W_BATCH][4];
+#pragma unroll
+        for (int b = 0; b < W_BATCH; ++b) {
+            const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
+            const int channel = unit / TAPS * 4;
+            const u16* from = w + ((at.channel + row) * CHANNELS + channel) * TAPS + unit % TAPS;
+            const bool some = i < W_UNITS && at.channel + row < OUTS;
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                found[b][c] = some && c < CHANNELS && channel + c < CHANNELS ? from[c * TAPS] : 0;
+        }
+#pragma unroll
+        for (int b = 0; b < W_BATCH; ++b) {
+            const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
+            const u32 (&of)[4] = found[b];
+            if (i < W_UNITS)
+                weights[row * W_PITCH + unit] = {of[0] | of[1] << 16, of[2] | of[3] << 16};
+        }
+    }
+    for (int i = threadIdx.x; i < PIECES; i += BATCH * THREADS) {
+        if (i >= BATCH * THREADS)
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, i + b * THREADS);
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) store_quad(patch, quads[b], i + b * THREADS);
-    }
-}
-
-DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place& at) {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < BLOCK_M * STEPS * 4; i += THREADS) {
-        const int row = i / (STEPS * 4), unit = i % (STEPS * 4);
-        const int channel = unit / TAPS * 4, tap = unit % TAPS;
-        const u16* from = w + (at.channel + row) * (CHANNELS * TAPS) + channel * TAPS + tap;
-        u32 found[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            found[c] = at.channel + row < OUTS && channel + c < CHANNELS ? from[c * TAPS] : 0;
-        weights[row * W_PITCH + unit] = {found[0] | found[1] << 16, found[2] | found[3] << 16};
     }
 }
 
 // One vector of 8 pixels of one output channel.
 DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
     if constexpr (VO == 8) {
-        if (left > 0) *reinterpret_cast<Units*>(to) = {y[0], y[1], y[2], y[3]};
+        if (left > 0) store_16(to, y);
     } else {
         u16* halves = reinterpret_cast<u16*>(to);
 #pragma unroll
@@ -139,8 +152,7 @@ stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__
     Unit* weights = patch + PLANES * PLANE;
     const Place at = place_of(blockIdx.x);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp % WM, q = lane % 4;
-    fetch_weights(weights, w, at);
-    fetch_patch(patch, x, at, 0, PLANES * ROWS * QUADS);
+    fetch(patch, weights, x, w, at);
     int shift[STEPS];  // units from a pixel's corner to the input under this lane's tap of each step
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {

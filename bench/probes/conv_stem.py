@@ -1,0 +1,132 @@
+"""Time csrc/stem.cu (few input channels) against the shipped tiling of each row.
+
+    python bench/probes/conv_stem.py --out DIR [--only SUBSTRING]
+
+Every candidate's output is compared with torch's in float32, as conv.py does; one that is
+wrong is not timed, and what is wrong about it is printed. Two variants that leave out a part (the
+stores, all but one step of products) tell where the time of a row's first candidate goes.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import common
+import torch
+from conv import TOLERANCE, Row, fault, read_rows
+from opkiln.device import cuda
+from opkiln.ops import CATALOGUE
+from opkiln_conv import stem
+from opkiln_conv.sources import source
+from opkiln_conv.stem import StemTiling
+
+CANDIDATES = {  # tile_h, tile_w, warps, wm, mt, resident
+    "r3d-stem-k3-s1": [
+        (14, 112, 8, 1, 4, 1), (14, 112, 7, 1, 4, 1), (14, 112, 14, 2, 2, 1),
+        (14, 112, 12, 2, 2, 1), (7, 112, 4, 1, 4, 2), (7, 112, 8, 2, 2, 2), (7, 112, 7, 1, 4, 1),
+        (4, 112, 4, 2, 2, 4), (4, 112, 4, 1, 4, 2), (2, 112, 7, 1, 4, 1), (8, 112, 7, 1, 4, 1),
+        (8, 112, 4, 1, 4, 2), (16, 112, 8, 1, 4, 1), (16, 112, 14, 2, 2, 1), (2, 112, 4, 2, 2, 4),
+    ],
+    "stem-3x3-s2": [
+        (1, 56, 2, 2, 2, 1), (1, 56, 2, 1, 1, 4), (1, 56, 2, 1, 2, 2), (2, 56, 4, 1, 2, 1),
+        (1, 56, 4, 2, 2, 1), (2, 56, 4, 1, 1, 2),
+    ],
+    "encodec-init": [(1, 256, 4, 1, 2, 1), (1, 192, 6, 1, 2, 1), (1, 128, 4, 1, 2, 2)],
+    "wav2vec2-layer1": [(1, 128, 4, 1, 4, 1), (1, 64, 4, 2, 4, 1), (1, 128, 4, 4, 4, 1)],
+}  # fmt: skip
+LEFT_OUT = {
+    "no stores": ("store_vector(to + m", "if (y[0] == 0x12345678) store_vector(to + m"),
+    "one step": ("s < STEPS; ++s) {\n            Unit b", "s < 1; ++s) {\n            Unit b"),
+}
+
+
+def plan_of(row: Row, t: StemTiling, call: Any = None) -> stem.StemPlan:
+    call = call or row.call(row.tensors("meta"), real=False)
+    return stem.plan_of(call, row.geometry(), t, "probe")
+
+
+def changed(edit: tuple[str, str] | None) -> str:
+    text = source("stem")
+    if edit:
+        assert edit[0] in text
+        text = text.replace(*edit)
+    return text
+
+
+def warm(task: tuple[Row, StemTiling, tuple[str, str] | None]) -> dict[str, Any]:
+    row, t, edit = task
+    try:
+        cuda.compile_cubin(changed(edit), "sm_90a", plan_of(row, t).macros)
+    except Exception as error:  # whatever the compiler raises
+        return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
+    return {}
+
+
+def launcher(row: Row, t: StemTiling, tensors: list[Any], edit: tuple[str, str] | None) -> Any:
+    plan, kept = plan_of(row, t, row.call(tensors)), stem.source
+    vars(stem)["source"] = lambda name: changed(edit)
+    launch = stem.prepare(row.call(tensors), plan)
+    vars(stem)["source"] = kept
+    return lambda: launch(*tensors)
+
+
+def where(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
+    """The fault, and the places of the first wrong elements."""
+    found = fault(got, want, tolerance)
+    if found:
+        scale = want.square().mean().sqrt()
+        bad = ~((got.float() - want).abs() <= tolerance * want.abs().clamp(min=scale))
+        places = bad.nonzero()[:: max(int(bad.sum()) // 4, 1)][:4].tolist()
+        pairs = [f"{p} {got[tuple(p)].item():.3f}/{want[tuple(p)].item():.3f}" for p in places]
+        found += f" got/want at {'; '.join(pairs)}"
+    return found
+
+
+def measure(row: Row, flush: torch.Tensor) -> dict[str, Any]:
+    from opkiln_conv.launch import prepare
+
+    torch.manual_seed(0)
+    tensors = row.tensors("cuda")
+    spec, params = CATALOGUE[row.op], row.params
+    wide = [None if v is None else v.float() for v in tensors]
+    want = spec.reference(*wide, **params).float()
+    tilings = [StemTiling(*fields) for fields in CANDIDATES[row.label.removesuffix("-bias")]]
+    runs = {str(t): lambda t=t: launcher(row, t, tensors, None) for t in tilings}
+    shipped, formula = prepare(row.call(tensors)), spec.native or spec.reference
+    others = {"shipped": lambda: shipped(*tensors), "torch": lambda: formula(*tensors, **params)}
+    if not row.bias:
+        others |= {k: launcher(row, tilings[0], tensors, e) for k, e in LEFT_OUT.items()}
+    check = lambda got: where(got, want, TOLERANCE[row.dtype])  # noqa: E731
+    found = common.measure(runs, others, check, flush)
+    for record, t in zip(found["candidates"], tilings, strict=True):
+        record["use"] = dataclasses.asdict(t)
+        record["name"] = "stem " + " ".join(map(str, dataclasses.astuple(t)))
+    return found
+
+
+def main() -> None:
+    options = common.options(__doc__)
+    torch.backends.cudnn.benchmark = True
+    start = time.time()
+    rows = [r for r in read_rows(options.only) if r.label in CANDIDATES]
+    most = max(rows, key=lambda r: len(CANDIDATES[r.label]))
+    rows.append(dataclasses.replace(most, label=f"{most.label}-bias", bias=True))
+    rows.sort(key=lambda r: -len(CANDIDATES[r.label.removesuffix("-bias")]))
+    tasks: list[Any] = []
+    for r in rows:
+        mine = [StemTiling(*f) for f in CANDIDATES[r.label.removesuffix("-bias")]]
+        tasks += [(r, t, None) for t in mine]
+        tasks += [] if r.bias else [(r, mine[0], e) for e in LEFT_OUT.values()]
+    errors = {k: v for k, v in common.warm_all(warm, tasks).items() if v}
+    print(f"{len(tasks)} compiled in {time.time() - start:.0f} s, errors: {errors}", flush=True)
+    flush = common.flush_buffer()
+    results = common.Results(options.out / "conv_stem.json")
+    for row in rows:
+        results.add(dataclasses.asdict(row) | {"op": row.op}, measure(row, flush))
+        for c in sorted(results.rows[-1]["candidates"], key=lambda c: c.get("us", 1e9)):
+            print(f"    {c.get('us', 0):7.2f} {c['name']} {c['status']}", flush=True)
+    print(f"{time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
