@@ -19,10 +19,10 @@ from opkiln_conv.patch import PatchTiling
 F16, BF16 = torch.float16, torch.bfloat16
 
 
-def call_of(x, w, bias, stride=1, padding=0, dilation=1, real=True):
+def call_of(x, w, bias, stride=1, padding=0, dilation=1, groups=1, real=True):
     n = x.ndim - 2
     params = dict(stride=(stride,) * n, padding=(padding,) * 2 * n, dilation=(dilation,) * n)
-    params |= dict(groups=1, allow_tf32=False)
+    params |= dict(groups=groups, allow_tf32=False)
     return Call.of(CATALOGUE[f"conv{n}d"], [x, w, bias], params, real=real)
 
 

@@ -40,6 +40,12 @@ CASES = {  # id: (input, weight, (tile_h, tile_w, warps, wm, mt), window)
     "five-channels-dilated": ((1, 5, 9, 12), (24, 5, 3, 3), (4, 16, 2, 2, 1),
                               dict(padding=2, dilation=2)),
     "one-channel-odd": ((1, 1, 131), (32, 1, 7), (1, 64, 2, 1, 2), dict(padding=3)),
+    "groups-of-two-runs-of-4": ((2, 6, 3, 5, 28), (12, 2, 3, 3, 3), (3, 32, 2, 1, 1),
+                                dict(padding=1, groups=3)),
+    "groups-of-four": ((1, 12, 7, 28), (24, 4, 3, 3), (7, 32, 4, 1, 1), dict(padding=1, groups=3)),
+    "1d-whole-quartets-runs-of-2": ((1, 16, 70), (40, 16, 3), (1, 64, 4, 2, 2), dict(padding=1)),
+    "weights-in-shared-memory": ((1, 64, 4, 8), (16, 64, 3, 3), (2, 8, 2, 1, 1), dict(padding=1)),
+    "pointwise": ((1, 12, 4, 8), (16, 12, 1, 1), (2, 8, 1, 1, 1), dict()),
     "odd-width-in": ((1, 2, 6, 15), (16, 2, 3, 2), (6, 16, 1, 1, 1), dict()),
 }  # fmt: skip
 

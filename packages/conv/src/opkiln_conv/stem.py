@@ -14,7 +14,6 @@ from opkiln_conv.geometry import Geometry
 from opkiln_conv.patch import SHARED_BYTES, TYPES
 from opkiln_conv.sources import source
 
-OPERANDS = 128  # registers of a thread that hold weights
 MAX_WARPS = 32
 
 
@@ -47,15 +46,10 @@ def macros_of(g: Geometry, t: StemTiling) -> dict[str, int]:
     shapes = {"I": g.sizes, "O": g.outs, "K": g.kernel, "S": g.stride, "P": g.padding}
     shapes["D"] = g.dilation
     m = {f"{k}{dim}": v[i] for k, v in shapes.items() for i, dim in enumerate("DHW")}
-    m |= {"CHANNELS": g.of_group, "OUTS": g.group_outs}
+    m |= {"GROUPS": g.groups, "CHANNELS": g.of_group, "OUTS": g.group_outs}
     m |= {k.upper(): getattr(t, k) for k in t.__dataclass_fields__}
     m["V"], m["VO"] = math.gcd(4, g.sizes[2]), math.gcd(8, g.outs[2])
     return m
-
-
-def units_of(g: Geometry) -> int:
-    """Four channels under one tap, of one output."""
-    return -(-g.of_group // 4) * g.taps
 
 
 def shared_bytes(m: dict[str, int]) -> int:
@@ -65,23 +59,22 @@ def shared_bytes(m: dict[str, int]) -> int:
     left = -(-m["PW"] // 4) * 4
     reach = left - m["PW"] + (m["TILE_W"] - 1) * m["SW"] + (m["KW"] - 1) * m["DW"] + 1
     quads = -(-reach // 4)
-    pitch = quads * 4 + (0 if quads % 2 else 4)
+    far = 8 if m["TILE_W"] % 32 == 0 and m["VO"] < 8 else 4
+    pitch = -(-quads * 4 // far) // 2 * 2 * far + far
     rows = (m["TILE_H"] - 1) * m["SH"] + (m["KH"] - 1) * m["DH"] + 1
-    plane = rows * pitch + (rows + m["KH"]) % 2 * 4
+    plane = rows * pitch + (rows + m["KH"]) % 2 * far
     w_pitch = steps * 4 + (0 if steps % 2 else 4)
-    return 8 * (quartets * m["KD"] * plane + 16 * m["WM"] * m["MT"] * w_pitch)
+    return 8 * (quartets * m["KD"] * plane + 16 * m["WM"] * m["MT"] * w_pitch + steps * 2)
 
 
 def can_use(g: Geometry, t: StemTiling) -> bool:
     """Whether a tiling fits a geometry of plain tensors."""
     return (
-        g.groups == 1
-        and g.itemsize == 2
+        g.itemsize == 2
         and g.out_strides[2] == 1
         and t.tile_w % 8 == 0
         and t.warps % t.wm == 0
         and t.warps <= MAX_WARPS
-        and -(-units_of(g) // 4) * t.mt * 4 <= OPERANDS
         and shared_bytes(macros_of(g, t)) * t.resident <= SHARED_BYTES
     )
 
@@ -89,7 +82,7 @@ def can_use(g: Geometry, t: StemTiling) -> bool:
 def plan_of(call: Any, g: Geometry, t: StemTiling, label: str) -> StemPlan:
     m = macros_of(g, t)
     blocks = -(-g.group_outs // (16 * t.wm * t.mt)) * g.outs[0]
-    tiles = g.batch * blocks * -(-g.outs[1] // t.tile_h) * -(-g.outs[2] // t.tile_w)
+    tiles = g.batch * g.groups * blocks * -(-g.outs[1] // t.tile_h) * -(-g.outs[2] // t.tile_w)
     dtype, bias = call.tensors.input.dtype, call.tensors.bias
     shared = shared_bytes(m)
     macros = m | {"T": TYPES[dtype], "HAS_BIAS": int(bias is not None), "SHARED": shared}

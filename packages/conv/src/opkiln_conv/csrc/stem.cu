@@ -11,34 +11,42 @@
 // vectors of 8 neighbouring pixels; the columns of its four products are dealt so that a lane ends up
 // with one vector of each of its channels: the output leaves in 16-byte stores, without exchange.
 //
-// Macros: T; CHANNELS, OUTS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW, kernel KD KH
-// KW, stride SD SH SW, padding PD PH PW, dilation DD DH DW; HAS_BIAS; TILE_H, TILE_W (of 8 pixels),
-// WARPS, WM, MT, RESIDENT CTAs of a multiprocessor; V, VO: elements of an access to x and the output;
-// SHARED: bytes of shared memory.
+// Macros: T; GROUPS; CHANNELS, OUTS of a group; of (depth, height, width) sizes ID IH IW, outputs OD
+// OH OW, kernel KD KH KW, stride SD SH SW, padding PD PH PW, dilation DD DH DW; HAS_BIAS; TILE_H,
+// TILE_W (of 8 pixels), WARPS, WM, MT, RESIDENT CTAs of a multiprocessor; V, VO: elements of an access
+// to x and the output; SHARED: bytes of shared memory.
 
-constexpr int TAPS = KD * KH * KW, QUARTETS = (CHANNELS + 3) / 4, UNITS = QUARTETS * TAPS;
-constexpr int STEPS = (UNITS + 3) / 4, THREADS = 32 * WARPS, BLOCK_M = 16 * WM * MT;
+constexpr int TAPS = KD * KH * KW, TERMS = CHANNELS * TAPS, QUARTETS = (CHANNELS + 3) / 4;
+constexpr int UNITS = QUARTETS * TAPS, STEPS = (UNITS + 3) / 4;
+constexpr int THREADS = 32 * WARPS, BLOCK_M = 16 * WM * MT;
 constexpr int LEFT = (PW + 3) / 4 * 4;  // columns before the first pixel: PW, made whole vectors
 constexpr int REACH = LEFT - PW + (TILE_W - 1) * SW + (KW - 1) * DW + 1, QUADS = (REACH + 3) / 4;
-constexpr int PITCH = QUADS * 4 + (QUADS % 2 ? 0 : 4);  // 4 modulo 8 units
+// Pixels of a lane that follow each other; of a row's blocks alone, fewer suit narrower stores.
+constexpr int RUN = TILE_W % 32 ? 8 : VO > 2 ? VO : 2;
+// Taps that follow lie FAR units apart, modulo twice that: then half a warp meets all banks.
+constexpr int FAR = RUN == 8 ? 4 : 8, PITCH = (QUADS * 4 + FAR - 1) / FAR / 2 * 2 * FAR + FAR;
 constexpr int ROWS = (TILE_H - 1) * SH + (KH - 1) * DH + 1, PLANES = QUARTETS * KD;
-constexpr int PLANE = ROWS * PITCH + (ROWS + KH) % 2 * 4;  // taps that follow lie 4 modulo 8 units apart
+constexpr int PLANE = ROWS * PITCH + (ROWS + KH) % 2 * FAR;
 constexpr int W_PITCH = STEPS * 4 + (STEPS % 2 ? 0 : 4);
 constexpr int VECTORS = TILE_H * (TILE_W / 8), BLOCKS = (VECTORS + 3) / 4;
 constexpr int OUT_ROWS = (OH + TILE_H - 1) / TILE_H, OUT_COLUMNS = (OW + TILE_W - 1) / TILE_W;
 constexpr int OUT_BLOCKS = (OUTS + BLOCK_M - 1) / BLOCK_M;
+constexpr bool HELD = STEPS * MT <= 32;  // the weights stay in registers
 constexpr int BATCH = 6, W_BATCH = 4;  // pieces, and units of weights, that a thread has under way
-static_assert(TILE_W % 8 == 0 && WARPS % WM == 0 && SHARED == 8 * (PLANES * PLANE + BLOCK_M * W_PITCH));
+static_assert(TILE_W % 8 == 0 && WARPS % WM == 0);
+static_assert(SHARED == 8 * (PLANES * PLANE + BLOCK_M * W_PITCH + STEPS * 2));
 
 typedef Vector<u32, 2> Unit;
 typedef Vector<u32, 4> Units;  // two
 
-struct Place { int channel, depth, row, column; i64 image; };  // of a tile: its first output
+struct Place { int channel, group, depth, row, column; i64 image; };  // of a tile: its first output
 
 DEVICE Place place_of(u32 tile) {
     Place p;
     p.channel = tile % OUT_BLOCKS * BLOCK_M;
     tile /= OUT_BLOCKS;
+    p.group = tile % GROUPS;
+    tile /= GROUPS;
     p.column = tile % OUT_COLUMNS * TILE_W;
     tile /= OUT_COLUMNS;
     p.row = tile % OUT_ROWS * TILE_H;
@@ -56,7 +64,8 @@ DEVICE void load_quad(Quad& to, const u16* __restrict__ x, const Place& at, int 
     const int d = at.depth * SD - PD + kd * DD, h = at.row * SH - PH + r;
     const int w = at.column * SW - LEFT + i % QUADS * 4;
     const bool row = i < PLANES * ROWS * QUADS && d >= 0 && d < ID && h >= 0 && h < IH;
-    const u16* from = x + (at.image * CHANNELS + first) * (i64)(ID * IH * IW) + (d * IH + h) * IW + w;
+    const i64 channel = (at.image * GROUPS + at.group) * CHANNELS + first;
+    const u16* from = x + channel * (ID * IH * IW) + (d * IH + h) * IW + w;
 #pragma unroll
     for (int c = 0; c < 4; ++c, from += ID * IH * IW) {
         to.of[c] = {0, 0};
@@ -74,6 +83,13 @@ DEVICE void load_quad(Quad& to, const u16* __restrict__ x, const Place& at, int 
             }
         }
     }
+}
+
+// Units from the corner of a pixel's window to a unit of it.
+DEVICE int shift_of(int unit) {
+    if (unit >= UNITS) return 0;
+    const int tap = unit % TAPS, plane = unit / TAPS * KD + tap / (KH * KW);
+    return plane * PLANE + tap / KW % KH * DH * PITCH + tap % KW * DW + LEFT - PW;
 }
 
 DEVICE u32 lower(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
@@ -94,34 +110,66 @@ DEVICE void store_quad(Unit* patch, const Quad& q, int i) {
     to[1 - turn] = turn ? half[0] : half[1];
 }
 
+DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place& at) {
+    w += (i64)(at.group * OUTS + at.channel) * TERMS;
+    const int rows = OUTS - at.channel;  // of the group, from here on
+    if constexpr (CHANNELS % 4 == 0 && TAPS <= 27) {  // quartets whole, which are 8 bytes a tap
+        constexpr int EACH = (STEPS * 4 + TAPS - 1) / TAPS;  // with those of zeros
+        for (int i = threadIdx.x; i < BLOCK_M * EACH; i += THREADS) {
+            const int row = i / EACH, quartet = i % EACH;
+            Unit raw[TAPS];
+#pragma unroll
+            for (int t = 0; t < TAPS; ++t) {
+                raw[t] = {0, 0};
+                if (row < rows && quartet < QUARTETS)
+                    raw[t] = *reinterpret_cast<const Unit*>(w + row * TERMS + (quartet * TAPS + t) * 4);
+            }
+#pragma unroll
+            for (int t = 0; t < TAPS; ++t) {
+                u32 of[4];
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const int k = c * TAPS + t;
+                    of[c] = raw[k / 4].at[k / 2 % 2] >> k % 2 * 16 & 0xffffu;
+                }
+                if (quartet * TAPS + t < STEPS * 4)
+                    weights[row * W_PITCH + quartet * TAPS + t] = {of[0] | of[1] << 16,
+                                                                   of[2] | of[3] << 16};
+            }
+        }
+    } else {
+        constexpr int COUNT = BLOCK_M * STEPS * 4;
+        for (int begin = threadIdx.x; begin < COUNT; begin += W_BATCH * THREADS) {
+            u32 found[W_BATCH][4];
+#pragma unroll
+            for (int b = 0; b < W_BATCH; ++b) {
+                const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
+                const int channel = unit / TAPS * 4;
+                const u16* from = w + row * TERMS + channel * TAPS + unit % TAPS;
+                const bool some = i < COUNT && row < rows;
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    found[b][c] = some && c < CHANNELS && channel + c < CHANNELS ? from[c * TAPS] : 0;
+            }
+#pragma unroll
+            for (int b = 0; b < W_BATCH; ++b) {
+                const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
+                const u32 (&of)[4] = found[b];
+                if (i < COUNT)
+                    weights[row * W_PITCH + unit] = {of[0] | of[1] << 16, of[2] | of[3] << 16};
+            }
+        }
+    }
+}
+
 // The weights and the patch, whose first pieces are under way meanwhile.
 DEVICE void fetch(Unit* patch, Unit* weights, const u16* __restrict__ x, const u16* __restrict__ w,
                   const Place& at) {
-    constexpr int PIECES = PLANES * ROWS * QUADS, W_UNITS = BLOCK_M * STEPS * 4;
     Quad quads[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, threadIdx.x + b * THREADS);
-    for (int begin = threadIdx.x; begin < W_UNITS; begin += W_BATCH * THREADS) {
-        u32 found[W_BATCH][4];
-#pragma unroll
-        for (int b = 0; b < W_BATCH; ++b) {
-            const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
-            const int channel = unit / TAPS * 4;
-            const u16* from = w + ((at.channel + row) * CHANNELS + channel) * TAPS + unit % TAPS;
-            const bool some = i < W_UNITS && at.channel + row < OUTS;
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                found[b][c] = some && c < CHANNELS && channel + c < CHANNELS ? from[c * TAPS] : 0;
-        }
-#pragma unroll
-        for (int b = 0; b < W_BATCH; ++b) {
-            const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
-            const u32 (&of)[4] = found[b];
-            if (i < W_UNITS)
-                weights[row * W_PITCH + unit] = {of[0] | of[1] << 16, of[2] | of[3] << 16};
-        }
-    }
-    for (int i = threadIdx.x; i < PIECES; i += BATCH * THREADS) {
+    fetch_weights(weights, w, at);
+    for (int i = threadIdx.x; i < PLANES * ROWS * QUADS; i += BATCH * THREADS) {
         if (i >= BATCH * THREADS)
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, i + b * THREADS);
@@ -130,7 +178,18 @@ DEVICE void fetch(Unit* patch, Unit* weights, const u16* __restrict__ x, const u
     }
 }
 
-// One vector of 8 pixels of one output channel.
+DEVICE void load_weights(u32 (&a)[MT][4], const Unit* row) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m, row += 16 * W_PITCH) {
+        const Unit low = row[0], high = row[8 * W_PITCH];
+        a[m][0] = low.at[0], a[m][1] = high.at[0], a[m][2] = low.at[1], a[m][3] = high.at[1];
+    }
+}
+
+// Where pixels 0 and 1 of a lane's part of product n lie, of the block or, in runs of 8, the vector.
+DEVICE constexpr int pixel_of(int n) { return n * 2 / RUN * 4 * RUN + n * 2 % RUN; }
+
+// A lane's eight pixels of one output channel. left: pixels up to the end of the row.
 DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
     if constexpr (VO == 8) {
         if (left > 0) store_16(to, y);
@@ -138,10 +197,11 @@ DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
         u16* halves = reinterpret_cast<u16*>(to);
 #pragma unroll
         for (int e = 0; e < 8; e += VO) {
-            if (e >= left) continue;
-            if constexpr (VO == 4) *reinterpret_cast<Unit*>(halves + e) = {y[e / 2], y[e / 2 + 1]};
-            else if constexpr (VO == 2) *reinterpret_cast<u32*>(halves + e) = y[e / 2];
-            else halves[e] = static_cast<u16>(y[e / 2] >> e % 2 * 16);
+            const int pixel = pixel_of(e / 2) + e % 2;
+            if (pixel >= left) continue;
+            if constexpr (VO == 4) *reinterpret_cast<Unit*>(halves + pixel) = {y[e / 2], y[e / 2 + 1]};
+            else if constexpr (VO == 2) *reinterpret_cast<u32*>(halves + pixel) = y[e / 2];
+            else halves[pixel] = static_cast<u16>(y[e / 2] >> e % 2 * 16);
         }
     }
 }
@@ -150,62 +210,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__ bias, T* out) {
     Unit* patch = reinterpret_cast<Unit*>(dynamic_shared());
     Unit* weights = patch + PLANES * PLANE;
+    int* shifts = reinterpret_cast<int*>(weights + BLOCK_M * W_PITCH);
     const Place at = place_of(blockIdx.x);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp % WM, q = lane % 4;
     fetch(patch, weights, x, w, at);
-    int shift[STEPS];  // units from a pixel's corner to the input under this lane's tap of each step
+    int shift[HELD ? STEPS : 1];
+    if constexpr (HELD)
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        const int unit = s * 4 + q < UNITS ? s * 4 + q : 0, tap = unit % TAPS;
-        const int plane = unit / TAPS * KD + tap / (KH * KW);
-        shift[s] = plane * PLANE + tap / KW % KH * DH * PITCH + tap % KW * DW + LEFT - PW;
-    }
+        for (int s = 0; s < STEPS; ++s) shift[s] = shift_of(s * 4 + q);
+    else
+        for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) shifts[i] = shift_of(i);
     const int channel = at.channel + wm * MT * 16 + lane / 4;  // and 8 farther, for each of MT
     float add[MT][2];
 #pragma unroll
     for (int m = 0; m < 2 * MT; ++m) {
         const bool some = HAS_BIAS && channel + m * 8 < OUTS;
-        add[m / 2][m % 2] = some ? to_float(bias[channel + m * 8]) : 0;
+        add[m / 2][m % 2] = some ? to_float(bias[at.group * OUTS + channel + m * 8]) : 0;
     }
     __syncthreads();
-    u32 a[STEPS][MT][4];
+    const Unit* const rows = weights + (wm * MT * 16 + lane / 4) * W_PITCH + q;
+    u32 a[HELD ? STEPS : 1][MT][4];
+    if constexpr (HELD)
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            const Unit* row = weights + (wm * MT * 16 + m * 16 + lane / 4) * W_PITCH + s * 4 + q;
-            const Unit low = row[0], high = row[8 * W_PITCH];
-            a[s][m][0] = low.at[0], a[s][m][1] = high.at[0];
-            a[s][m][2] = low.at[1], a[s][m][3] = high.at[1];
-        }
+        for (int s = 0; s < STEPS; ++s) load_weights(a[s], rows + s * 4);
     const u32 keep = UNITS % 4 == 0 || q < UNITS % 4 ? 0xffffffffu : 0;  // of the last step
     constexpr i64 OF_CHANNEL = (i64)OD * OH * OW;
-    T* const image = out + (at.image * OUTS + channel) * OF_CHANNEL + (i64)at.depth * (OH * OW);
+    T* const image = out + ((at.image * GROUPS + at.group) * OUTS + channel) * OF_CHANNEL + (i64)at.depth * (OH * OW);
 #pragma unroll 1
     for (int block = warp / WM; block < BLOCKS; block += WARPS / WM) {
-        const int mine = block * 4 + lane / 8, v = mine < VECTORS ? mine : 0;
+        const int pair = lane / 8, mine = RUN == 8 ? block * 4 + pair : block * 4;
+        const int v = mine < VECTORS ? mine : 0;  // the pixel of column 0 of the first product
         const Unit* corner = patch + v / (TILE_W / 8) * (SH * PITCH) + v % (TILE_W / 8) * (8 * SW) +
-                             lane / 4 % 2 * SW;
+                             ((RUN == 8 ? 0 : pair * RUN) + lane / 4 % 2) * SW;
         float acc[MT][4][4];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int e = 0; e < 16; ++e) acc[m][e / 4][e % 4] = add[m][e % 4 / 2];
-#pragma unroll
+#pragma unroll (HELD ? STEPS : 4)
         for (int s = 0; s < STEPS; ++s) {
             Unit b[4];
+            const Unit* from = corner + (HELD ? shift[s % (HELD ? STEPS : 1)] : shifts[s * 4 + q]);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) b[n] = corner[shift[s] + 2 * n * SW];
+            for (int n = 0; n < 4; ++n) b[n] = from[pixel_of(n) * SW];
+            if constexpr (!HELD) load_weights(a[0], rows + s * 4);
             if (UNITS % 4 != 0 && s == STEPS - 1)
 #pragma unroll
                 for (int n = 0; n < 4; ++n) b[n].at[0] &= keep, b[n].at[1] &= keep;
 #pragma unroll
             for (int n = 0; n < 4; ++n)
 #pragma unroll
-                for (int m = 0; m < MT; ++m) multiply(acc[m][n], a[s][m], b[n].at[0], b[n].at[1], T());
+                for (int m = 0; m < MT; ++m)
+                    multiply(acc[m][n], a[HELD ? s : 0][m], b[n].at[0], b[n].at[1], T());
         }
-        const int own = block * 4 + q, row = at.row + own / (TILE_W / 8);
-        const int column = at.column + own % (TILE_W / 8) * 8;
+        const int own = RUN == 8 ? block * 4 + q : block * 4, row = at.row + own / (TILE_W / 8);
+        const int column = at.column + own % (TILE_W / 8) * 8 + (RUN == 8 ? 0 : q * RUN);
         const int left = own < VECTORS && row < OH ? OW - column : 0;
         T* to = image + row * OW + column;
 #pragma unroll
