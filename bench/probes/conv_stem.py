@@ -1,13 +1,15 @@
 """Time csrc/stem.cu (few input channels) against the shipped tiling of each row.
 
-    python bench/probes/conv_stem.py --out DIR [--only SUBSTRING]
+    python bench/probes/conv_stem.py --out DIR [--only SUBSTRING] [--budget SECONDS]
 
 Every candidate's output is compared with torch's in float32, as conv.py does; one that is
 wrong is not timed, and what is wrong about it is printed. Two variants that leave out a part (the
 stores, all but one step of products) tell where the time of a row's first candidate goes.
 """
 
+import argparse
 import dataclasses
+import pathlib
 import time
 from typing import Any
 
@@ -27,12 +29,22 @@ CANDIDATES = {  # tile_h, tile_w, warps, wm, mt, resident
         (4, 112, 4, 2, 2, 4), (4, 112, 4, 1, 4, 2), (2, 112, 7, 1, 4, 1), (8, 112, 7, 1, 4, 1),
         (8, 112, 4, 1, 4, 2), (16, 112, 8, 1, 4, 1), (16, 112, 14, 2, 2, 1), (2, 112, 4, 2, 2, 4),
     ],
-    "stem-3x3-s2": [
-        (1, 56, 2, 2, 2, 1), (1, 56, 2, 1, 1, 4), (1, 56, 2, 1, 2, 2), (2, 56, 4, 1, 2, 1),
-        (1, 56, 4, 2, 2, 1), (2, 56, 4, 1, 1, 2),
+    "whisper-large-conv1": [
+        (1, 256, 8, 4, 2, 1), (1, 128, 8, 4, 2, 1), (1, 128, 8, 8, 2, 1), (1, 256, 8, 2, 2, 1),
+        (1, 128, 4, 4, 2, 2),
     ],
-    "encodec-init": [(1, 256, 4, 1, 2, 1), (1, 192, 6, 1, 2, 1), (1, 128, 4, 1, 2, 2)],
-    "wav2vec2-layer1": [(1, 128, 4, 1, 4, 1), (1, 64, 4, 2, 4, 1), (1, 128, 4, 4, 4, 1)],
+    "3d-resnext-grouped-k3": [
+        (28, 32, 8, 1, 1, 2), (14, 32, 4, 1, 1, 4), (28, 32, 7, 1, 1, 2), (14, 32, 7, 1, 1, 4),
+        (28, 32, 14, 1, 1, 1),
+    ],
+    "resnet-3x3": [(1, 56, 8, 4, 1, 1), (1, 56, 4, 2, 2, 1), (2, 56, 8, 2, 2, 1)],
+    "midres-5x5-s1": [(2, 56, 8, 2, 1, 1), (2, 56, 4, 1, 2, 1), (2, 56, 7, 1, 1, 1)],
+    "resnext-grouped-3x3": [(7, 32, 4, 1, 1, 1), (14, 32, 4, 1, 1, 1), (4, 32, 4, 1, 1, 2)],
+    "stem-3x3-s2": [
+        (1, 56, 2, 2, 2, 1), (1, 56, 2, 1, 1, 4), (1, 56, 2, 1, 2, 2), (2, 56, 4, 1, 1, 2),
+    ],
+    "encodec-init": [(1, 256, 4, 1, 2, 1), (1, 192, 6, 1, 2, 1)],
+    "wav2vec2-layer1": [(1, 128, 4, 1, 4, 1), (1, 128, 4, 4, 4, 1)],
 }  # fmt: skip
 LEFT_OUT = {
     "no stores": ("store_vector(to + m", "if (y[0] == 0x12345678) store_vector(to + m"),
@@ -105,13 +117,18 @@ def measure(row: Row, flush: torch.Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = common.options(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains this")
+    parser.add_argument("--budget", type=float, default=45, help="seconds, compiling included")
+    options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     start = time.time()
     rows = [r for r in read_rows(options.only) if r.label in CANDIDATES]
     most = max(rows, key=lambda r: len(CANDIDATES[r.label]))
     rows.append(dataclasses.replace(most, label=f"{most.label}-bias", bias=True))
-    rows.sort(key=lambda r: -len(CANDIDATES[r.label.removesuffix("-bias")]))
+    order = list(CANDIDATES)
+    rows.sort(key=lambda r: order.index(r.label.removesuffix("-bias")))
     tasks: list[Any] = []
     for r in rows:
         mine = [StemTiling(*f) for f in CANDIDATES[r.label.removesuffix("-bias")]]
@@ -122,6 +139,9 @@ def main() -> None:
     flush = common.flush_buffer()
     results = common.Results(options.out / "conv_stem.json")
     for row in rows:
+        if time.time() - start > options.budget:
+            print(f"out of time before {row.label}")
+            break
         results.add(dataclasses.asdict(row) | {"op": row.op}, measure(row, flush))
         for c in sorted(results.rows[-1]["candidates"], key=lambda c: c.get("us", 1e9)):
             print(f"    {c.get('us', 0):7.2f} {c['name']} {c['status']}", flush=True)
