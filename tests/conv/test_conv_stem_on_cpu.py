@@ -45,6 +45,8 @@ CASES = {  # id: (input, weight, (tile_h, tile_w, warps, wm, mt), window)
     "groups-of-four": ((1, 12, 7, 28), (24, 4, 3, 3), (7, 32, 4, 1, 1), dict(padding=1, groups=3)),
     "1d-whole-quartets-runs-of-2": ((1, 16, 70), (40, 16, 3), (1, 64, 4, 2, 2), dict(padding=1)),
     "weights-in-shared-memory": ((1, 64, 4, 8), (16, 64, 3, 3), (2, 8, 2, 1, 1), dict(padding=1)),
+    "wgmma": ((1, 3, 3, 8, 16), (64, 3, 3, 3, 3), (6, 16, 4, 1, 4, 1, 1), dict(padding=1)),
+    "wgmma-wide": ((2, 4, 2, 5, 124), (40, 4, 3, 3, 3), (5, 128, 8, 1, 4, 1, 1), dict(padding=1)),
     "pointwise": ((1, 12, 4, 8), (16, 12, 1, 1), (2, 8, 1, 1, 1), dict()),
     "odd-width-in": ((1, 2, 6, 15), (16, 2, 3, 2), (6, 16, 1, 1, 1), dict()),
 }  # fmt: skip

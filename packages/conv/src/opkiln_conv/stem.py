@@ -27,6 +27,7 @@ class StemTiling:
     wm: int = 1
     mt: int = 4
     resident: int = 1
+    wgmma: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,23 @@ def shared_bytes(m: dict[str, int]) -> int:
     left = -(-m["PW"] // 4) * 4
     reach = left - m["PW"] + (m["TILE_W"] - 1) * m["SW"] + (m["KW"] - 1) * m["DW"] + 1
     quads = -(-reach // 4)
+    wgmma = m["WGMMA"]
     far = 8 if m["TILE_W"] % 32 == 0 and m["VO"] < 8 else 4
     pitch = -(-quads * 4 // far) // 2 * 2 * far + far
     rows = (m["TILE_H"] - 1) * m["SH"] + (m["KH"] - 1) * m["DH"] + 1
-    plane = rows * pitch + (rows + m["KH"]) % 2 * far
+    pad = (rows + m["KH"]) % 2 * far
+    if wgmma:
+        pitch, pad = quads * 4 + 3, (rows + 3 * m["KH"]) % 4
+    patch = -(-quartets * m["KD"] * (rows * pitch + pad) // 2) * 2
     w_pitch = steps * 4 + (0 if steps % 2 else 4)
-    return 8 * (quartets * m["KD"] * plane + 16 * m["WM"] * m["MT"] * w_pitch + steps * 2)
+    block_m = 16 * m["WM"] * m["MT"]
+    return 8 * (patch + block_m * w_pitch + (block_m // 2 if wgmma else steps * 2))
+
+
+def fits_wgmma(g: Geometry, t: StemTiling) -> bool:
+    """Whether warpgroups can multiply: 64 outputs, 32 units, pixels by fours."""
+    units = -(-g.of_group // 4) * g.taps
+    return (t.wm, t.mt, t.warps % 4) == (1, 4, 0) and units <= 32 and g.outs[2] % 4 == 0
 
 
 def can_use(g: Geometry, t: StemTiling) -> bool:
@@ -74,6 +86,7 @@ def can_use(g: Geometry, t: StemTiling) -> bool:
         and g.out_strides[2] == 1
         and t.tile_w % 8 == 0
         and t.warps % t.wm == 0
+        and (not t.wgmma or fits_wgmma(g, t))
         and t.warps <= MAX_WARPS
         and shared_bytes(macros_of(g, t)) * t.resident <= SHARED_BYTES
     )

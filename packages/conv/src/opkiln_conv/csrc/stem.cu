@@ -22,19 +22,28 @@ constexpr int THREADS = 32 * WARPS, BLOCK_M = 16 * WM * MT;
 constexpr int LEFT = (PW + 3) / 4 * 4;  // columns before the first pixel: PW, made whole vectors
 constexpr int REACH = LEFT - PW + (TILE_W - 1) * SW + (KW - 1) * DW + 1, QUADS = (REACH + 3) / 4;
 // Pixels of a lane that follow each other; of a row's blocks alone, fewer suit narrower stores.
-constexpr int RUN = TILE_W % 32 ? 8 : VO > 2 ? VO : 2;
+constexpr int RUN = WGMMA ? 4 : TILE_W % 32 ? 8 : VO > 2 ? VO : 2;
 // Taps that follow lie FAR units apart, modulo twice that: then half a warp meets all banks.
-constexpr int FAR = RUN == 8 ? 4 : 8, PITCH = (QUADS * 4 + FAR - 1) / FAR / 2 * 2 * FAR + FAR;
+// By wgmma they lie 3 units apart, modulo 4.
+constexpr int FAR = RUN == 8 ? 4 : 8;
+constexpr int PITCH = WGMMA ? QUADS * 4 + 3 : (QUADS * 4 + FAR - 1) / FAR / 2 * 2 * FAR + FAR;
 constexpr int ROWS = (TILE_H - 1) * SH + (KH - 1) * DH + 1, PLANES = QUARTETS * KD;
-constexpr int PLANE = ROWS * PITCH + (ROWS + KH) % 2 * FAR;
+// Of a row, with some past its end where that makes divisions shifts.
+constexpr int POWER = QUADS > 16 ? 32 : QUADS > 8 ? 16 : 8;
+constexpr int SLOTS = QUADS <= POWER && QUADS * 8 > POWER * 7 ? POWER : QUADS;
+constexpr int PIECES = SLOTS * ROWS * PLANES;
+constexpr int PLANE = ROWS * PITCH + (WGMMA ? (ROWS + 3 * KH) % 4 : (ROWS + KH) % 2 * FAR);
+constexpr int PATCH = (PLANES * PLANE + 1) / 2 * 2;
 constexpr int W_PITCH = STEPS * 4 + (STEPS % 2 ? 0 : 4);
 constexpr int VECTORS = TILE_H * (TILE_W / 8), BLOCKS = (VECTORS + 3) / 4;
 constexpr int OUT_ROWS = (OH + TILE_H - 1) / TILE_H, OUT_COLUMNS = (OW + TILE_W - 1) / TILE_W;
 constexpr int OUT_BLOCKS = (OUTS + BLOCK_M - 1) / BLOCK_M;
 constexpr bool HELD = STEPS * MT <= 32;  // the weights stay in registers
-constexpr int BATCH = 6, W_BATCH = 4;  // pieces, and units of weights, that a thread has under way
+constexpr int BATCH = 6, W_BATCH = 8;  // pieces, and units of weights, that a thread has under way
+constexpr int EXTRA = WGMMA ? BLOCK_M / 2 : STEPS * 2;  // units that hold the bias, or shifts
 static_assert(TILE_W % 8 == 0 && WARPS % WM == 0);
-static_assert(SHARED == 8 * (PLANES * PLANE + BLOCK_M * W_PITCH + STEPS * 2));
+static_assert(SHARED == 8 * (PATCH + BLOCK_M * W_PITCH + EXTRA));
+static_assert(!WGMMA || (BLOCK_M == 64 && WM == 1 && WARPS % 4 == 0 && VO % 4 == 0 && STEPS <= 8));
 
 typedef Vector<u32, 2> Unit;
 typedef Vector<u32, 4> Units;  // two
@@ -60,10 +69,10 @@ struct Quad { Unit of[4]; };  // four columns of four channels
 
 // Four neighbouring inputs of each channel of a quartet.
 DEVICE void load_quad(Quad& to, const u16* __restrict__ x, const Place& at, int i) {
-    const int r = i / QUADS % ROWS, plane = i / QUADS / ROWS, kd = plane % KD, first = plane / KD * 4;
+    const int r = i / SLOTS % ROWS, plane = i / SLOTS / ROWS, kd = plane % KD, first = plane / KD * 4;
     const int d = at.depth * SD - PD + kd * DD, h = at.row * SH - PH + r;
-    const int w = at.column * SW - LEFT + i % QUADS * 4;
-    const bool row = i < PLANES * ROWS * QUADS && d >= 0 && d < ID && h >= 0 && h < IH;
+    const int w = at.column * SW - LEFT + i % SLOTS * 4;
+    const bool row = i < PIECES && d >= 0 && d < ID && h >= 0 && h < IH;
     const i64 channel = (at.image * GROUPS + at.group) * CHANNELS + first;
     const u16* from = x + channel * (ID * IH * IW) + (d * IH + h) * IW + w;
 #pragma unroll
@@ -96,18 +105,42 @@ DEVICE u32 lower(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
 DEVICE u32 upper(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
 
 DEVICE void store_quad(Unit* patch, const Quad& q, int i) {
-    if (i >= PLANES * ROWS * QUADS) return;
+    if (i >= PIECES || i % SLOTS >= QUADS) return;
+    const int row = i / SLOTS;
+    Unit* to = patch + row / ROWS * PLANE + row % ROWS * PITCH + i % SLOTS * 4;
     Units half[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e)
         half[e] = {lower(q.of[0].at[e], q.of[1].at[e]), lower(q.of[2].at[e], q.of[3].at[e]),
                    upper(q.of[0].at[e], q.of[1].at[e]), upper(q.of[2].at[e], q.of[3].at[e])};
-    const int row = i / QUADS;
-    Units* to = reinterpret_cast<Units*>(
-        patch + row / ROWS * PLANE + row % ROWS * PITCH + i % QUADS * 4);
-    const int turn = i / 4 % 2;  // so that eight lanes meet all banks
-    to[turn] = turn ? half[1] : half[0];
-    to[1 - turn] = turn ? half[0] : half[1];
+    // In turns, so that lanes that store together meet all banks.
+    if constexpr (WGMMA) {
+        const bool two = i / 8 % 2, one = i / 4 % 2;
+        const Units a = two ? half[1] : half[0], b = two ? half[0] : half[1];
+        const Unit u[4] = {{a.at[0], a.at[1]}, {a.at[2], a.at[3]}, {b.at[0], b.at[1]}, {b.at[2], b.at[3]}};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const Unit& now = u[e];
+            const Unit& later = u[(e + 1) % 4];
+            to[(two * 2 + one + e) % 4] = {one ? later.at[0] : now.at[0], one ? later.at[1] : now.at[1]};
+        }
+    } else {
+        const int turn = i / 4 % 2;
+        Units* pairs = reinterpret_cast<Units*>(to);
+        pairs[turn] = turn ? half[1] : half[0];
+        pairs[1 - turn] = turn ? half[0] : half[1];
+    }
+}
+
+// Eight bytes of w: as rows of units, or as wgmma wants matrices of 8 outputs and 16 bytes.
+DEVICE void store_weights(Unit* weights, int row, int unit, const Unit& found) {
+    if constexpr (WGMMA) {
+        u32* to = reinterpret_cast<u32*>(weights) + unit / 4 * (2 * BLOCK_M * 4) + row * 4 + unit % 4;
+        to[0] = found.at[0];
+        to[BLOCK_M * 4] = found.at[1];
+    } else {
+        weights[row * W_PITCH + unit] = found;
+    }
 }
 
 DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place& at) {
@@ -133,8 +166,8 @@ DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place&
                     of[c] = raw[k / 4].at[k / 2 % 2] >> k % 2 * 16 & 0xffffu;
                 }
                 if (quartet * TAPS + t < STEPS * 4)
-                    weights[row * W_PITCH + quartet * TAPS + t] = {of[0] | of[1] << 16,
-                                                                   of[2] | of[3] << 16};
+                    store_weights(weights, row, quartet * TAPS + t,
+                                  {of[0] | of[1] << 16, of[2] | of[3] << 16});
             }
         }
     } else {
@@ -156,7 +189,7 @@ DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place&
                 const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
                 const u32 (&of)[4] = found[b];
                 if (i < COUNT)
-                    weights[row * W_PITCH + unit] = {of[0] | of[1] << 16, of[2] | of[3] << 16};
+                    store_weights(weights, row, unit, {of[0] | of[1] << 16, of[2] | of[3] << 16});
             }
         }
     }
@@ -169,7 +202,7 @@ DEVICE void fetch(Unit* patch, Unit* weights, const u16* __restrict__ x, const u
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, threadIdx.x + b * THREADS);
     fetch_weights(weights, w, at);
-    for (int i = threadIdx.x; i < PLANES * ROWS * QUADS; i += BATCH * THREADS) {
+    for (int i = threadIdx.x; i < PIECES; i += BATCH * THREADS) {
         if (i >= BATCH * THREADS)
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, i + b * THREADS);
@@ -206,14 +239,75 @@ DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
     }
 }
 
+// All blocks of the tile by wgmma: 128 pixels of a warpgroup, 32 of a warp, four neighbours of a lane:
+// rows n and n + 8 of two products.
+DEVICE void multiply_groups(const Unit* patch, const Unit* weights, const float* add, T* out,
+                            const Place& at) {
+    constexpr int QUARTERS = TILE_H * (TILE_W / 4);
+    constexpr i64 OF_CHANNEL = (i64)OD * OH * OW;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, q = lane % 4;
+    int shift[STEPS];
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) shift[s] = shift_of(s * 4 + q);
+    const u32 keep = UNITS % 4 == 0 || q < UNITS % 4 ? 0xffffffffu : 0;
+    const int channel = at.channel + q * 2;  // and 1, and 8 farther
+    T* const image = out + ((at.image * GROUPS + at.group) * OUTS + channel) * OF_CHANNEL +
+                     (i64)at.depth * (OH * OW);
+    const u32* matrices = reinterpret_cast<const u32*>(weights);
+#pragma unroll 1
+    for (int first = warp / 4 * 32; first < QUARTERS; first += WARPS / 4 * 32) {
+        const int mine = first + warp % 4 * 8 + lane / 4, own = mine < QUARTERS ? mine : 0;
+        const int row = own / (TILE_W / 4), column = own % (TILE_W / 4) * 4;
+        const Unit* corner = patch + row * (SH * PITCH) + column * SW;
+        float c[2][32];
+        u32 a[2][STEPS][4];
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const Unit low = corner[shift[s] + 2 * t * SW], high = corner[shift[s] + (2 * t + 1) * SW];
+                const u32 mask = s == STEPS - 1 ? keep : 0xffffffffu;
+                a[t][s][0] = low.at[0] & mask, a[t][s][1] = high.at[0] & mask;
+                a[t][s][2] = low.at[1] & mask, a[t][s][3] = high.at[1] & mask;
+            }
+        products_begin();
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s)
+                multiply_64<BLOCK_M * 16>(c[t], a[t][s], matrices + s * (2 * BLOCK_M * 4), s > 0, T());
+        products_commit();
+        products_wait();
+        const bool some = mine < QUARTERS && at.row + row < OH && at.column + column < OW;
+        T* to = image + (at.row + row) * OW + at.column + column;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const int i = j / 2 * 4 + j % 2, o = j / 2 * 8 + j % 2;
+            const float b = HAS_BIAS ? add[q * 2 + o] : 0;
+            const Unit y = {pair_of(c[0][i] + b, c[0][i + 2] + b, T()),
+                            pair_of(c[1][i] + b, c[1][i + 2] + b, T())};
+            if (some && channel + o < OUTS) *reinterpret_cast<Unit*>(to + o * OF_CHANNEL) = y;
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__ bias, T* out) {
     Unit* patch = reinterpret_cast<Unit*>(dynamic_shared());
-    Unit* weights = patch + PLANES * PLANE;
+    Unit* weights = patch + PATCH;
     int* shifts = reinterpret_cast<int*>(weights + BLOCK_M * W_PITCH);
     const Place at = place_of(blockIdx.x);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp % WM, q = lane % 4;
     fetch(patch, weights, x, w, at);
+    if constexpr (WGMMA) {
+        float* add = reinterpret_cast<float*>(shifts);
+        for (int i = threadIdx.x; HAS_BIAS && i < BLOCK_M; i += THREADS)
+            add[i] = at.channel + i < OUTS ? to_float(bias[at.group * OUTS + at.channel + i]) : 0;
+        fence_shared();
+        __syncthreads();
+        multiply_groups(patch, weights, add, out, at);
+        return;
+    }
     int shift[HELD ? STEPS : 1];
     if constexpr (HELD)
 #pragma unroll
