@@ -22,12 +22,12 @@ from opkiln_conv import stem
 from opkiln_conv.sources import source
 from opkiln_conv.stem import StemTiling
 
-CANDIDATES = {  # tile_h, tile_w, warps, wm, mt, resident
+CANDIDATES = {  # tile_h, tile_w, warps, wm, mt, resident, wgmma
     "r3d-stem-k3-s1": [
-        (14, 112, 8, 1, 4, 1), (14, 112, 7, 1, 4, 1), (14, 112, 14, 2, 2, 1),
-        (14, 112, 12, 2, 2, 1), (7, 112, 4, 1, 4, 2), (7, 112, 8, 2, 2, 2), (7, 112, 7, 1, 4, 1),
-        (4, 112, 4, 2, 2, 4), (4, 112, 4, 1, 4, 2), (2, 112, 7, 1, 4, 1), (8, 112, 7, 1, 4, 1),
-        (8, 112, 4, 1, 4, 2), (16, 112, 8, 1, 4, 1), (16, 112, 14, 2, 2, 1), (2, 112, 4, 2, 2, 4),
+        (14, 112, 8, 1, 4, 1, 1), (14, 112, 12, 1, 4, 1, 1), (14, 112, 16, 1, 4, 1, 1),
+        (7, 112, 8, 1, 4, 2, 1), (7, 112, 4, 1, 4, 3, 1), (7, 112, 4, 1, 4, 2, 1),
+        (4, 112, 4, 1, 4, 3, 1), (8, 112, 8, 1, 4, 2, 1), (16, 112, 12, 1, 4, 1, 1),
+        (14, 112, 8, 1, 4, 1), (14, 112, 12, 2, 2, 1), (7, 112, 8, 2, 2, 2),
     ],
     "whisper-large-conv1": [
         (1, 256, 8, 4, 2, 1), (1, 128, 8, 4, 2, 1), (1, 128, 8, 8, 2, 1), (1, 256, 8, 2, 2, 1),
@@ -46,10 +46,22 @@ CANDIDATES = {  # tile_h, tile_w, warps, wm, mt, resident
     "encodec-init": [(1, 256, 4, 1, 2, 1), (1, 192, 6, 1, 2, 1)],
     "wav2vec2-layer1": [(1, 128, 4, 1, 4, 1), (1, 128, 4, 4, 4, 1)],
 }  # fmt: skip
+NO_STORES = (
+    ("store_vector(to + m", "if (y[0] == 0x12345678) store_vector(to + m"),
+    ("if (some && channel + o", "if (some && low == 0x12345678 && channel + o"),
+)
+ONE_STEP = (
+    ("s < STEPS; ++s) {\n            Unit b", "s < 1; ++s) {\n            Unit b"),
+    ("s < STEPS; ++s)\n                multiply_64", "s < 1; ++s)\n                multiply_64"),
+)
+NO_WEIGHTS = (("    fetch_weights(weights, w, at);\n", ""),)
 LEFT_OUT = {
-    "no stores": ("store_vector(to + m", "if (y[0] == 0x12345678) store_vector(to + m"),
-    "one step": ("s < STEPS; ++s) {\n            Unit b", "s < 1; ++s) {\n            Unit b"),
+    "no stores": NO_STORES,
+    "one step": ONE_STEP,
+    "neither": NO_STORES + ONE_STEP,
+    "nor weights": NO_STORES + ONE_STEP + NO_WEIGHTS,
 }
+Edits = tuple[tuple[str, str], ...]
 
 
 def plan_of(row: Row, t: StemTiling, call: Any = None) -> stem.StemPlan:
@@ -57,26 +69,26 @@ def plan_of(row: Row, t: StemTiling, call: Any = None) -> stem.StemPlan:
     return stem.plan_of(call, row.geometry(), t, "probe")
 
 
-def changed(edit: tuple[str, str] | None) -> str:
+def changed(edits: Edits) -> str:
     text = source("stem")
-    if edit:
-        assert edit[0] in text
-        text = text.replace(*edit)
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
     return text
 
 
-def warm(task: tuple[Row, StemTiling, tuple[str, str] | None]) -> dict[str, Any]:
-    row, t, edit = task
+def warm(task: tuple[Row, StemTiling, Edits]) -> dict[str, Any]:
+    row, t, edits = task
     try:
-        cuda.compile_cubin(changed(edit), "sm_90a", plan_of(row, t).macros)
+        cuda.compile_cubin(changed(edits), "sm_90a", plan_of(row, t).macros)
     except Exception as error:  # whatever the compiler raises
         return {"compile_error": f"{type(error).__name__}: {error}"[-300:]}
     return {}
 
 
-def launcher(row: Row, t: StemTiling, tensors: list[Any], edit: tuple[str, str] | None) -> Any:
+def launcher(row: Row, t: StemTiling, tensors: list[Any], edits: Edits) -> Any:
     plan, kept = plan_of(row, t, row.call(tensors)), stem.source
-    vars(stem)["source"] = lambda name: changed(edit)
+    vars(stem)["source"] = lambda name: changed(edits)
     launch = stem.prepare(row.call(tensors), plan)
     vars(stem)["source"] = kept
     return lambda: launch(*tensors)
@@ -103,7 +115,7 @@ def measure(row: Row, flush: torch.Tensor) -> dict[str, Any]:
     wide = [None if v is None else v.float() for v in tensors]
     want = spec.reference(*wide, **params).float()
     tilings = [StemTiling(*fields) for fields in CANDIDATES[row.label.removesuffix("-bias")]]
-    runs = {str(t): lambda t=t: launcher(row, t, tensors, None) for t in tilings}
+    runs = {str(t): lambda t=t: launcher(row, t, tensors, ()) for t in tilings}
     shipped, formula = prepare(row.call(tensors)), spec.native or spec.reference
     others = {"shipped": lambda: shipped(*tensors), "torch": lambda: formula(*tensors, **params)}
     if not row.bias:
@@ -132,7 +144,7 @@ def main() -> None:
     tasks: list[Any] = []
     for r in rows:
         mine = [StemTiling(*f) for f in CANDIDATES[r.label.removesuffix("-bias")]]
-        tasks += [(r, t, None) for t in mine]
+        tasks += [(r, t, ()) for t in mine]
         tasks += [] if r.bias else [(r, mine[0], e) for e in LEFT_OUT.values()]
     errors = {k: v for k, v in common.warm_all(warm, tasks).items() if v}
     print(f"{len(tasks)} compiled in {time.time() - start:.0f} s, errors: {errors}", flush=True)

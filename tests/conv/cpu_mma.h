@@ -12,6 +12,11 @@ u32 pair_of(float low, float high, T) {
     return bits_of(a) | bits_of(b) << 16;
 }
 
+inline void store_8(void* to, u32 low, u32 high) {
+    const u32 y[2] = {low, high};
+    if (reinterpret_cast<size_t>(to) % 8) std::abort();
+    std::memcpy(to, y, 8);
+}
 inline void store_16(void* to, const u32 (&y)[4]) {
     if (reinterpret_cast<size_t>(to) % 16) std::abort();
     std::memcpy(to, y, 16);

@@ -37,7 +37,10 @@ DEVICE u32 pair_of(float low, float high, bf16) {
     return pair;
 }
 
-// 16 bytes to global memory in one instruction.
+// 8 and 16 bytes to global memory in one instruction.
+DEVICE void store_8(void* to, u32 low, u32 high) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(to), "r"(low), "r"(high) : "memory");
+}
 DEVICE void store_16(void* to, const u32 (&y)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "l"(to), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");

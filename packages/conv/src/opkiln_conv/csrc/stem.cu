@@ -232,7 +232,7 @@ DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
         for (int e = 0; e < 8; e += VO) {
             const int pixel = pixel_of(e / 2) + e % 2;
             if (pixel >= left) continue;
-            if constexpr (VO == 4) *reinterpret_cast<Unit*>(halves + pixel) = {y[e / 2], y[e / 2 + 1]};
+            if constexpr (VO == 4) store_8(halves + pixel, y[e / 2], y[e / 2 + 1]);
             else if constexpr (VO == 2) *reinterpret_cast<u32*>(halves + pixel) = y[e / 2];
             else halves[pixel] = static_cast<u16>(y[e / 2] >> e % 2 * 16);
         }
@@ -284,9 +284,9 @@ DEVICE void multiply_groups(const Unit* patch, const Unit* weights, const float*
         for (int j = 0; j < 16; ++j) {
             const int i = j / 2 * 4 + j % 2, o = j / 2 * 8 + j % 2;
             const float b = HAS_BIAS ? add[q * 2 + o] : 0;
-            const Unit y = {pair_of(c[0][i] + b, c[0][i + 2] + b, T()),
-                            pair_of(c[1][i] + b, c[1][i + 2] + b, T())};
-            if (some && channel + o < OUTS) *reinterpret_cast<Unit*>(to + o * OF_CHANNEL) = y;
+            const u32 low = pair_of(c[0][i] + b, c[0][i + 2] + b, T());
+            const u32 high = pair_of(c[1][i] + b, c[1][i + 2] + b, T());
+            if (some && channel + o < OUTS) store_8(to + o * OF_CHANNEL, low, high);
         }
     }
 }
