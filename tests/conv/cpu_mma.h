@@ -65,9 +65,9 @@ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, T) {
     }
 }
 
-inline void products_begin() {}
-inline void products_commit() {}
-inline void products_wait() {}
+inline void group_begin() {}
+inline void group_commit() {}
+inline void group_wait() {}
 inline void fence_shared() {}
 
 // wgmma.m64n64k16: of this warp's 16 rows, which need no other warp.

@@ -270,14 +270,14 @@ DEVICE void multiply_groups(const Unit* patch, const Unit* weights, const float*
                 a[t][s][0] = low.at[0] & mask, a[t][s][1] = high.at[0] & mask;
                 a[t][s][2] = low.at[1] & mask, a[t][s][3] = high.at[1] & mask;
             }
-        products_begin();
+        group_begin();
 #pragma unroll
         for (int t = 0; t < 2; ++t)
 #pragma unroll
             for (int s = 0; s < STEPS; ++s)
                 multiply_64<BLOCK_M * 16>(c[t], a[t][s], matrices + s * (2 * BLOCK_M * 4), s > 0, T());
-        products_commit();
-        products_wait();
+        group_commit();
+        group_wait();
         const bool some = mine < QUARTERS && at.row + row < OH && at.column + column < OW;
         T* to = image + (at.row + row) * OW + at.column + column;
 #pragma unroll
