@@ -64,22 +64,3 @@ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, T) {
         }
     }
 }
-
-inline void group_begin() {}
-inline void group_commit() {}
-inline void group_wait() {}
-inline void fence_shared() {}
-
-// wgmma.m64n64k16: of this warp's 16 rows, which need no other warp.
-template <int NEXT, typename T>
-void multiply_64(float (&c)[32], const u32 (&a)[4], const u32* b, bool add, T t) {
-    if (reinterpret_cast<size_t>(b) % 16) std::abort();
-    const u32 lane = threadIdx.x % 32;
-    for (int j = 0; j < 8; ++j) {
-        float part[4];
-        for (int e = 0; e < 4; ++e) part[e] = add ? c[4 * j + e] : 0;
-        const u32* column = b + j * 32 + lane / 4 * 4 + lane % 4;
-        multiply(part, a, column[0], column[NEXT / 4], t);
-        for (int e = 0; e < 4; ++e) c[4 * j + e] = part[e];
-    }
-}

@@ -15,6 +15,7 @@ from opkiln_conv.patch import SHARED_BYTES, TYPES
 from opkiln_conv.sources import source
 
 MAX_WARPS = 32
+HELD = 32  # fragments of four registers, of weights, in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +54,35 @@ def macros_of(g: Geometry, t: StemTiling) -> dict[str, int]:
     return m
 
 
+def steps_of(m: dict[str, int]) -> int:
+    """Steps of 16 products: of four units, each of four channels under a tap."""
+    quartets = -(-m["CHANNELS"] // 4)
+    return -(-quartets * m["KD"] * m["KH"] * m["KW"] // 4)
+
+
 def shared_bytes(m: dict[str, int]) -> int:
     """Bytes of shared memory: the constants of csrc/stem.cu."""
-    quartets = -(-m["CHANNELS"] // 4)
-    steps = -(-quartets * m["KD"] * m["KH"] * m["KW"] // 4)
-    left = -(-m["PW"] // 4) * 4
+    steps, left = steps_of(m), -(-m["PW"] // 4) * 4
     reach = left - m["PW"] + (m["TILE_W"] - 1) * m["SW"] + (m["KW"] - 1) * m["DW"] + 1
-    quads = -(-reach // 4)
-    wgmma = m["WGMMA"]
     far = 8 if m["TILE_W"] % 32 == 0 and m["VO"] < 8 else 4
-    pitch = -(-quads * 4 // far) // 2 * 2 * far + far
+    pitch = -(-(-(-reach // 4) * 4) // far) // 2 * 2 * far + far
     rows = (m["TILE_H"] - 1) * m["SH"] + (m["KH"] - 1) * m["DH"] + 1
-    pad = (rows + m["KH"]) % 2 * far
-    if wgmma:
-        pitch, pad = quads * 4 + 3, (rows + 3 * m["KH"]) % 4
-    patch = -(-quartets * m["KD"] * (rows * pitch + pad) // 2) * 2
+    plane = rows * pitch + (rows + m["KH"]) % 2 * far
     w_pitch = steps * 4 + (0 if steps % 2 else 4)
-    block_m = 16 * m["WM"] * m["MT"]
-    return 8 * (patch + block_m * w_pitch + (block_m // 2 if wgmma else steps * 2))
-
-
-def fits_wgmma(g: Geometry, t: StemTiling) -> bool:
-    """Whether warpgroups can multiply: 64 outputs, 32 units, pixels by fours."""
-    units = -(-g.of_group // 4) * g.taps
-    return (t.wm, t.mt, t.warps % 4) == (1, 4, 0) and units <= 32 and g.outs[2] % 4 == 0
+    return 8 * (-(-m["CHANNELS"] // 4) * m["KD"] * plane + 16 * m["WM"] * m["MT"] * w_pitch)
 
 
 def can_use(g: Geometry, t: StemTiling) -> bool:
     """Whether a tiling fits a geometry of plain tensors."""
+    m = macros_of(g, t)
     return (
         g.itemsize == 2
         and g.out_strides[2] == 1
         and t.tile_w % 8 == 0
         and t.warps % t.wm == 0
-        and (not t.wgmma or fits_wgmma(g, t))
         and t.warps <= MAX_WARPS
-        and shared_bytes(macros_of(g, t)) * t.resident <= SHARED_BYTES
+        and steps_of(m) * t.mt <= HELD
+        and shared_bytes(m) * t.resident <= SHARED_BYTES
     )
 
 

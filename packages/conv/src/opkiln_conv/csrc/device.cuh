@@ -9,10 +9,6 @@ typedef long long i64;
 
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
-template <typename T>
-constexpr bool IS_F16 = false;
-template <>
-constexpr bool IS_F16<f16> = true;
 template <typename T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector { T at[COUNT]; };
 
@@ -102,28 +98,4 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bf16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Products of a warpgroup, 64x16 by 16x64, which run on until they are waited for. a: of this warp's
-// 16 rows; b: 8 x 8 matrices, 8 of a row side by side, those of products 8-15 NEXT bytes after those
-// of products 0-7, the next eight columns' 128 bytes after.
-DEVICE void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define PRODUCTS_64(TYPE)                                                                          \
-    asm volatile(                                                                                  \
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                                   \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, "   \
-        "%6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "   \
-        "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"        \
-        : C4(0), C4(4), C4(8), C4(12), C4(16), C4(20), C4(24), C4(28)                              \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrices), "r"(add ? 1 : 0))
-template <int NEXT, typename T>
-DEVICE void multiply_64(float (&c)[32], const u32 (&a)[4], const u32* b, bool add, T) {
-    const u64 matrices = (shared_address(b) & 0x3ffff) >> 4 | static_cast<u64>(NEXT >> 4) << 16 |
-                         static_cast<u64>(128 >> 4) << 32;
-    if constexpr (IS_F16<T>) PRODUCTS_64("f16");
-    else PRODUCTS_64("bf16");
 }

@@ -1,49 +1,45 @@
-// Convolution of contiguous tensors with few input channels, one launch: out[n, o, p] = bias[o] + sum
-// over (channel, tap) of w[o, channel, tap] * x[n, channel, under the tap of p].
+// Convolution of contiguous tensors with few input channels, one launch: out[n, o, p] = bias[o] +
+// sum over (channel, tap) of w[o, channel, tap] * x[n, channel, under the tap of p].
 //
 // A CTA computes BLOCK_M output channels x TILE_H rows of TILE_W pixels. It brings the input under
-// them to shared memory as units: the same place of four channels, side by side, zeros where there is
-// no channel or no input. So a unit of x (8 bytes) is what a lane of mma.m16n8k16 gives for one
+// them to shared memory as units: the same place of four channels, side by side, zeros where there
+// is no channel or no input. So a unit of x (8 bytes) is what a lane of mma.m16n8k16 gives for one
 // column and one tap: one 8-byte shared load, whatever the tap's shift. Weights are units too,
 // [output][tap], and stay in registers: of a step of 16 products lane % 4 is the tap.
 //
-// WARPS / WM warps take blocks of 32 pixels in turn, WM warps MT * 16 channels each. A block is four
-// vectors of 8 neighbouring pixels; the columns of its four products are dealt so that a lane ends up
-// with one vector of each of its channels: the output leaves in 16-byte stores, without exchange.
+// WARPS / WM warps take blocks of 32 pixels in turn, WM warps MT * 16 channels each. A block is
+// four vectors of 8 neighbouring pixels; the columns of its four products are dealt so that a lane
+// ends up with one vector of each of its channels: the output leaves in 16-byte stores, without
+// exchange. Blocks of rows of 32 pixels, with narrower stores, are dealt in runs of RUN pixels.
 //
-// Macros: T; GROUPS; CHANNELS, OUTS of a group; of (depth, height, width) sizes ID IH IW, outputs OD
-// OH OW, kernel KD KH KW, stride SD SH SW, padding PD PH PW, dilation DD DH DW; HAS_BIAS; TILE_H,
-// TILE_W (of 8 pixels), WARPS, WM, MT, RESIDENT CTAs of a multiprocessor; V, VO: elements of an access
-// to x and the output; SHARED: bytes of shared memory.
+// Macros: T; GROUPS; CHANNELS, OUTS of a group; of (depth, height, width) sizes ID IH IW, outputs
+// OD OH OW, kernel KD KH KW, stride SD SH SW, padding PD PH PW, dilation DD DH DW; HAS_BIAS;
+// TILE_H, TILE_W (of 8 pixels), WARPS, WM, MT, RESIDENT CTAs of a multiprocessor; V, VO: elements
+// of an access to x and the output; SHARED: bytes of shared memory.
 
 constexpr int TAPS = KD * KH * KW, TERMS = CHANNELS * TAPS, QUARTETS = (CHANNELS + 3) / 4;
 constexpr int UNITS = QUARTETS * TAPS, STEPS = (UNITS + 3) / 4;
 constexpr int THREADS = 32 * WARPS, BLOCK_M = 16 * WM * MT;
 constexpr int LEFT = (PW + 3) / 4 * 4;  // columns before the first pixel: PW, made whole vectors
 constexpr int REACH = LEFT - PW + (TILE_W - 1) * SW + (KW - 1) * DW + 1, QUADS = (REACH + 3) / 4;
-// Pixels of a lane that follow each other; of a row's blocks alone, fewer suit narrower stores.
-constexpr int RUN = WGMMA ? 4 : TILE_W % 32 ? 8 : VO > 2 ? VO : 2;
-// Taps that follow lie FAR units apart, modulo twice that: then half a warp meets all banks.
-// By wgmma they lie 3 units apart, modulo 4.
-constexpr int FAR = RUN == 8 ? 4 : 8;
-constexpr int PITCH = WGMMA ? QUADS * 4 + 3 : (QUADS * 4 + FAR - 1) / FAR / 2 * 2 * FAR + FAR;
+// Neighbouring pixels of a lane.
+constexpr int RUN = TILE_W % 32 ? 8 : VO > 2 ? VO : 2;
+// Rows of taps lie FAR units apart, modulo twice that: half a warp seldom meets a bank twice.
+constexpr int FAR = RUN == 8 ? 4 : 8, PITCH = (QUADS * 4 + FAR - 1) / FAR / 2 * 2 * FAR + FAR;
 constexpr int ROWS = (TILE_H - 1) * SH + (KH - 1) * DH + 1, PLANES = QUARTETS * KD;
 // Of a row, with some past its end where that makes divisions shifts.
 constexpr int POWER = QUADS > 16 ? 32 : QUADS > 8 ? 16 : 8;
 constexpr int SLOTS = QUADS <= POWER && QUADS * 8 > POWER * 7 ? POWER : QUADS;
 constexpr int PIECES = SLOTS * ROWS * PLANES;
-constexpr int PLANE = ROWS * PITCH + (WGMMA ? (ROWS + 3 * KH) % 4 : (ROWS + KH) % 2 * FAR);
-constexpr int PATCH = (PLANES * PLANE + 1) / 2 * 2;
+constexpr int PLANE = ROWS * PITCH + (ROWS + KH) % 2 * FAR;
 constexpr int W_PITCH = STEPS * 4 + (STEPS % 2 ? 0 : 4);
 constexpr int VECTORS = TILE_H * (TILE_W / 8), BLOCKS = (VECTORS + 3) / 4;
 constexpr int OUT_ROWS = (OH + TILE_H - 1) / TILE_H, OUT_COLUMNS = (OW + TILE_W - 1) / TILE_W;
 constexpr int OUT_BLOCKS = (OUTS + BLOCK_M - 1) / BLOCK_M;
-constexpr bool HELD = STEPS * MT <= 32;  // the weights stay in registers
 constexpr int BATCH = 6, W_BATCH = 8;  // pieces, and units of weights, that a thread has under way
-constexpr int EXTRA = WGMMA ? BLOCK_M / 2 : STEPS * 2;  // units that hold the bias, or shifts
 static_assert(TILE_W % 8 == 0 && WARPS % WM == 0);
-static_assert(SHARED == 8 * (PATCH + BLOCK_M * W_PITCH + EXTRA));
-static_assert(!WGMMA || (BLOCK_M == 64 && WM == 1 && WARPS % 4 == 0 && VO % 4 == 0 && STEPS <= 8));
+static_assert(STEPS * MT <= 32, "the weights stay in registers");
+static_assert(SHARED == 8 * (PLANES * PLANE + BLOCK_M * W_PITCH), "stem.py counts as this does");
 
 typedef Vector<u32, 2> Unit;
 typedef Vector<u32, 4> Units;  // two
@@ -69,7 +65,8 @@ struct Quad { Unit of[4]; };  // four columns of four channels
 
 // Four neighbouring inputs of each channel of a quartet.
 DEVICE void load_quad(Quad& to, const u16* __restrict__ x, const Place& at, int i) {
-    const int r = i / SLOTS % ROWS, plane = i / SLOTS / ROWS, kd = plane % KD, first = plane / KD * 4;
+    const int r = i / SLOTS % ROWS, plane = i / SLOTS / ROWS;
+    const int kd = plane % KD, first = plane / KD * 4;
     const int d = at.depth * SD - PD + kd * DD, h = at.row * SH - PH + r;
     const int w = at.column * SW - LEFT + i % SLOTS * 4;
     const bool row = i < PIECES && d >= 0 && d < ID && h >= 0 && h < IH;
@@ -113,91 +110,42 @@ DEVICE void store_quad(Unit* patch, const Quad& q, int i) {
     for (int e = 0; e < 2; ++e)
         half[e] = {lower(q.of[0].at[e], q.of[1].at[e]), lower(q.of[2].at[e], q.of[3].at[e]),
                    upper(q.of[0].at[e], q.of[1].at[e]), upper(q.of[2].at[e], q.of[3].at[e])};
-    // In turns, so that lanes that store together meet all banks.
-    if constexpr (WGMMA) {
-        const bool two = i / 8 % 2, one = i / 4 % 2;
-        const Units a = two ? half[1] : half[0], b = two ? half[0] : half[1];
-        const Unit u[4] = {{a.at[0], a.at[1]}, {a.at[2], a.at[3]}, {b.at[0], b.at[1]}, {b.at[2], b.at[3]}};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const Unit& now = u[e];
-            const Unit& later = u[(e + 1) % 4];
-            to[(two * 2 + one + e) % 4] = {one ? later.at[0] : now.at[0], one ? later.at[1] : now.at[1]};
-        }
-    } else {
-        const int turn = i / 4 % 2;
-        Units* pairs = reinterpret_cast<Units*>(to);
-        pairs[turn] = turn ? half[1] : half[0];
-        pairs[1 - turn] = turn ? half[0] : half[1];
-    }
-}
-
-// Eight bytes of w: as rows of units, or as wgmma wants matrices of 8 outputs and 16 bytes.
-DEVICE void store_weights(Unit* weights, int row, int unit, const Unit& found) {
-    if constexpr (WGMMA) {
-        u32* to = reinterpret_cast<u32*>(weights) + unit / 4 * (2 * BLOCK_M * 4) + row * 4 + unit % 4;
-        to[0] = found.at[0];
-        to[BLOCK_M * 4] = found.at[1];
-    } else {
-        weights[row * W_PITCH + unit] = found;
-    }
+    // In turns, so that eight lanes meet all banks.
+    const int turn = i / 4 % 2;
+    Units* pairs = reinterpret_cast<Units*>(to);
+    pairs[turn] = turn ? half[1] : half[0];
+    pairs[1 - turn] = turn ? half[0] : half[1];
 }
 
 DEVICE void fetch_weights(Unit* weights, const u16* __restrict__ w, const Place& at) {
     w += (i64)(at.group * OUTS + at.channel) * TERMS;
     const int rows = OUTS - at.channel;  // of the group, from here on
-    if constexpr (CHANNELS % 4 == 0 && TAPS <= 27) {  // quartets whole, which are 8 bytes a tap
-        constexpr int EACH = (STEPS * 4 + TAPS - 1) / TAPS;  // with those of zeros
-        for (int i = threadIdx.x; i < BLOCK_M * EACH; i += THREADS) {
-            const int row = i / EACH, quartet = i % EACH;
-            Unit raw[TAPS];
+    constexpr int COUNT = BLOCK_M * STEPS * 4;
+    for (int begin = threadIdx.x; begin < COUNT; begin += W_BATCH * THREADS) {
+        u32 found[W_BATCH][4];
 #pragma unroll
-            for (int t = 0; t < TAPS; ++t) {
-                raw[t] = {0, 0};
-                if (row < rows && quartet < QUARTETS)
-                    raw[t] = *reinterpret_cast<const Unit*>(w + row * TERMS + (quartet * TAPS + t) * 4);
-            }
+        for (int b = 0; b < W_BATCH; ++b) {
+            const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
+            const int channel = unit / TAPS * 4;
+            const u16* from = w + row * TERMS + channel * TAPS + unit % TAPS;
+            const bool some = i < COUNT && row < rows;
 #pragma unroll
-            for (int t = 0; t < TAPS; ++t) {
-                u32 of[4];
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    const int k = c * TAPS + t;
-                    of[c] = raw[k / 4].at[k / 2 % 2] >> k % 2 * 16 & 0xffffu;
-                }
-                if (quartet * TAPS + t < STEPS * 4)
-                    store_weights(weights, row, quartet * TAPS + t,
-                                  {of[0] | of[1] << 16, of[2] | of[3] << 16});
-            }
+            for (int c = 0; c < 4; ++c)
+                found[b][c] = some && c < CHANNELS && channel + c < CHANNELS ? from[c * TAPS] : 0;
         }
-    } else {
-        constexpr int COUNT = BLOCK_M * STEPS * 4;
-        for (int begin = threadIdx.x; begin < COUNT; begin += W_BATCH * THREADS) {
-            u32 found[W_BATCH][4];
 #pragma unroll
-            for (int b = 0; b < W_BATCH; ++b) {
-                const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
-                const int channel = unit / TAPS * 4;
-                const u16* from = w + row * TERMS + channel * TAPS + unit % TAPS;
-                const bool some = i < COUNT && row < rows;
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    found[b][c] = some && c < CHANNELS && channel + c < CHANNELS ? from[c * TAPS] : 0;
-            }
-#pragma unroll
-            for (int b = 0; b < W_BATCH; ++b) {
-                const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
-                const u32 (&of)[4] = found[b];
-                if (i < COUNT)
-                    store_weights(weights, row, unit, {of[0] | of[1] << 16, of[2] | of[3] << 16});
-            }
+        for (int b = 0; b < W_BATCH; ++b) {
+            const int i = begin + b * THREADS, row = i / (STEPS * 4), unit = i % (STEPS * 4);
+            const u32 (&of)[4] = found[b];
+            if (i < COUNT)
+                weights[row * W_PITCH + unit] = {of[0] | of[1] << 16, of[2] | of[3] << 16};
         }
     }
 }
 
 // The weights and the patch, whose first pieces are under way meanwhile.
-DEVICE void fetch(Unit* patch, Unit* weights, const u16* __restrict__ x, const u16* __restrict__ w,
-                  const Place& at) {
+DEVICE void fetch(Unit* patch, Unit* weights, const u16* __restrict__ x,
+                  const u16* __restrict__ w, const Place& at) {
     Quad quads[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) load_quad(quads[b], x, at, threadIdx.x + b * THREADS);
@@ -219,7 +167,7 @@ DEVICE void load_weights(u32 (&a)[MT][4], const Unit* row) {
     }
 }
 
-// Where pixels 0 and 1 of a lane's part of product n lie, of the block or, in runs of 8, the vector.
+// Where a lane's pixels of product n start, in the block or, in runs of 8, the vector.
 DEVICE constexpr int pixel_of(int n) { return n * 2 / RUN * 4 * RUN + n * 2 % RUN; }
 
 // A lane's eight pixels of one output channel. left: pixels up to the end of the row.
@@ -239,81 +187,16 @@ DEVICE void store_vector(T* to, const u32 (&y)[4], int left) {
     }
 }
 
-// All blocks of the tile by wgmma: 128 pixels of a warpgroup, 32 of a warp, four neighbours of a lane:
-// rows n and n + 8 of two products.
-DEVICE void multiply_groups(const Unit* patch, const Unit* weights, const float* add, T* out,
-                            const Place& at) {
-    constexpr int QUARTERS = TILE_H * (TILE_W / 4);
-    constexpr i64 OF_CHANNEL = (i64)OD * OH * OW;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, q = lane % 4;
-    int shift[STEPS];
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) shift[s] = shift_of(s * 4 + q);
-    const u32 keep = UNITS % 4 == 0 || q < UNITS % 4 ? 0xffffffffu : 0;
-    const int channel = at.channel + q * 2;  // and 1, and 8 farther
-    T* const image = out + ((at.image * GROUPS + at.group) * OUTS + channel) * OF_CHANNEL +
-                     (i64)at.depth * (OH * OW);
-    const u32* matrices = reinterpret_cast<const u32*>(weights);
-#pragma unroll 1
-    for (int first = warp / 4 * 32; first < QUARTERS; first += WARPS / 4 * 32) {
-        const int mine = first + warp % 4 * 8 + lane / 4, own = mine < QUARTERS ? mine : 0;
-        const int row = own / (TILE_W / 4), column = own % (TILE_W / 4) * 4;
-        const Unit* corner = patch + row * (SH * PITCH) + column * SW;
-        float c[2][32];
-        u32 a[2][STEPS][4];
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                const Unit low = corner[shift[s] + 2 * t * SW], high = corner[shift[s] + (2 * t + 1) * SW];
-                const u32 mask = s == STEPS - 1 ? keep : 0xffffffffu;
-                a[t][s][0] = low.at[0] & mask, a[t][s][1] = high.at[0] & mask;
-                a[t][s][2] = low.at[1] & mask, a[t][s][3] = high.at[1] & mask;
-            }
-        group_begin();
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s)
-                multiply_64<BLOCK_M * 16>(c[t], a[t][s], matrices + s * (2 * BLOCK_M * 4), s > 0, T());
-        group_commit();
-        group_wait();
-        const bool some = mine < QUARTERS && at.row + row < OH && at.column + column < OW;
-        T* to = image + (at.row + row) * OW + at.column + column;
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const int i = j / 2 * 4 + j % 2, o = j / 2 * 8 + j % 2;
-            const float b = HAS_BIAS ? add[q * 2 + o] : 0;
-            const u32 low = pair_of(c[0][i] + b, c[0][i + 2] + b, T());
-            const u32 high = pair_of(c[1][i] + b, c[1][i + 2] + b, T());
-            if (some && channel + o < OUTS) store_8(to + o * OF_CHANNEL, low, high);
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__ bias, T* out) {
     Unit* patch = reinterpret_cast<Unit*>(dynamic_shared());
-    Unit* weights = patch + PATCH;
-    int* shifts = reinterpret_cast<int*>(weights + BLOCK_M * W_PITCH);
+    Unit* weights = patch + PLANES * PLANE;
     const Place at = place_of(blockIdx.x);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp % WM, q = lane % 4;
     fetch(patch, weights, x, w, at);
-    if constexpr (WGMMA) {
-        float* add = reinterpret_cast<float*>(shifts);
-        for (int i = threadIdx.x; HAS_BIAS && i < BLOCK_M; i += THREADS)
-            add[i] = at.channel + i < OUTS ? to_float(bias[at.group * OUTS + at.channel + i]) : 0;
-        fence_shared();
-        __syncthreads();
-        multiply_groups(patch, weights, add, out, at);
-        return;
-    }
-    int shift[HELD ? STEPS : 1];
-    if constexpr (HELD)
+    int shift[STEPS];
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) shift[s] = shift_of(s * 4 + q);
-    else
-        for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) shifts[i] = shift_of(i);
+    for (int s = 0; s < STEPS; ++s) shift[s] = shift_of(s * 4 + q);
     const int channel = at.channel + wm * MT * 16 + lane / 4;  // and 8 farther, for each of MT
     float add[MT][2];
 #pragma unroll
@@ -323,13 +206,13 @@ stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__
     }
     __syncthreads();
     const Unit* const rows = weights + (wm * MT * 16 + lane / 4) * W_PITCH + q;
-    u32 a[HELD ? STEPS : 1][MT][4];
-    if constexpr (HELD)
+    u32 a[STEPS][MT][4];
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) load_weights(a[s], rows + s * 4);
+    for (int s = 0; s < STEPS; ++s) load_weights(a[s], rows + s * 4);
     const u32 keep = UNITS % 4 == 0 || q < UNITS % 4 ? 0xffffffffu : 0;  // of the last step
     constexpr i64 OF_CHANNEL = (i64)OD * OH * OW;
-    T* const image = out + ((at.image * GROUPS + at.group) * OUTS + channel) * OF_CHANNEL + (i64)at.depth * (OH * OW);
+    T* const image = out + ((at.image * GROUPS + at.group) * OUTS + channel) * OF_CHANNEL +
+                     (i64)at.depth * (OH * OW);
 #pragma unroll 1
     for (int block = warp / WM; block < BLOCKS; block += WARPS / WM) {
         const int pair = lane / 8, mine = RUN == 8 ? block * 4 + pair : block * 4;
@@ -341,13 +224,12 @@ stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int e = 0; e < 16; ++e) acc[m][e / 4][e % 4] = add[m][e % 4 / 2];
-#pragma unroll (HELD ? STEPS : 4)
+#pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             Unit b[4];
-            const Unit* from = corner + (HELD ? shift[s % (HELD ? STEPS : 1)] : shifts[s * 4 + q]);
+            const Unit* from = corner + shift[s];
 #pragma unroll
             for (int n = 0; n < 4; ++n) b[n] = from[pixel_of(n) * SW];
-            if constexpr (!HELD) load_weights(a[0], rows + s * 4);
             if (UNITS % 4 != 0 && s == STEPS - 1)
 #pragma unroll
                 for (int n = 0; n < 4; ++n) b[n].at[0] &= keep, b[n].at[1] &= keep;
@@ -355,7 +237,7 @@ stem(const u16* __restrict__ x, const u16* __restrict__ w, const T* __restrict__
             for (int n = 0; n < 4; ++n)
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
-                    multiply(acc[m][n], a[HELD ? s : 0][m], b[n].at[0], b[n].at[1], T());
+                    multiply(acc[m][n], a[s][m], b[n].at[0], b[n].at[1], T());
         }
         const int own = RUN == 8 ? block * 4 + q : block * 4, row = at.row + own / (TILE_W / 8);
         const int column = at.column + own % (TILE_W / 8) * 8 + (RUN == 8 ? 0 : q * RUN);
