@@ -245,6 +245,31 @@ def convs() -> Iterator[Case]:
     yield "conv1d", lambda: F.conv1d(x, w, None, 1, 1, **given)
     y, v = on_gpu(1, 32, 4, 16, 16), on_gpu(64, 32, 3, 3, 3)
     yield "conv3d", lambda: F.conv3d(y, v, None, 1, 1, **given)
+    yield from stems()
+
+
+def stems() -> Iterator[Case]:
+    """csrc/stem.cu, which serves rows of the table alone."""
+    from opkiln.ops import CATALOGUE
+    from opkiln.spec import Call
+    from opkiln_conv import stem
+    from opkiln_conv.geometry import geometry_of
+
+    for channels, groups, width, stride, fields in (
+        (3, 1, 28, 1, {"warps": 8}),
+        (3, 1, 29, 1, {"warps": 4, "wm": 2, "mt": 2}),
+        (6, 3, 28, 2, {"warps": 4, "mt": 1}),
+    ):
+        x, b = on_gpu(2, channels, 9, width), on_gpu(40 * groups)
+        w = on_gpu(40 * groups, channels // groups, 3, 3)
+        how = {"stride": (stride,) * 2, "padding": (1,) * 4, "dilation": (1, 1), "groups": groups}
+        tiling = stem.StemTiling(tile_h=4, tile_w=32, **fields)
+
+        def run(x: Any = x, w: Any = w, b: Any = b, how: Any = how, t: Any = tiling) -> Any:
+            call = Call.of(CATALOGUE["conv2d"], [x, w, b], how | {"allow_tf32": False})
+            return stem.prepare(call, stem.plan_of(call, geometry_of(call), t, "case"))(x, w, b)
+
+        yield f"stem {channels} {stride} {fields}", run
 
 
 # A family's cases, its package, and which of the package's files hold its kernels.

@@ -4,6 +4,23 @@ typedef unsigned short u16;
 
 template <typename T>
 u32 bits_of(T x) { return static_cast<u32>(cpu::bits(x)); }
+template <typename T>
+u32 pair_of(float low, float high, T) {
+    T a, b;
+    round_to(a, low);
+    round_to(b, high);
+    return bits_of(a) | bits_of(b) << 16;
+}
+
+inline void store_8(void* to, u32 low, u32 high) {
+    const u32 y[2] = {low, high};
+    if (reinterpret_cast<size_t>(to) % 8) std::abort();
+    std::memcpy(to, y, 8);
+}
+inline void store_16(void* to, const u32 (&y)[4]) {
+    if (reinterpret_cast<size_t>(to) % 16) std::abort();
+    std::memcpy(to, y, 16);
+}
 
 template <int BYTES>
 void copy_async(u16* to, const u16* from, bool some) {

@@ -19,10 +19,10 @@ from opkiln_conv.patch import PatchTiling
 F16, BF16 = torch.float16, torch.bfloat16
 
 
-def call_of(x, w, bias, stride=1, padding=0, dilation=1, real=True):
+def call_of(x, w, bias, stride=1, padding=0, dilation=1, groups=1, real=True):
     n = x.ndim - 2
     params = dict(stride=(stride,) * n, padding=(padding,) * 2 * n, dilation=(dilation,) * n)
-    params |= dict(groups=1, allow_tf32=False)
+    params |= dict(groups=groups, allow_tf32=False)
     return Call.of(CATALOGUE[f"conv{n}d"], [x, w, bias], params, real=real)
 
 
@@ -127,14 +127,24 @@ def test_table_falls_back_to_triton_without_the_compiler(monkeypatch):
     assert conv_plan.plan_for(call).threads == 128
 
 
-def call_of_row(row):
+def call_of_row(row, dtype=F16, bias=False):
     """A call of one image that the table's row serves."""
     shape = (1, row["groups"] * row["of_group"], *row["sizes"])
     weight = (row["groups"] * row["group_outs"], row["of_group"], *row["kernel"])
-    x, w = (torch.empty(s, dtype=F16, device="meta") for s in (shape, weight))
-    how = {k: tuple(row[k]) for k in ("stride", "dilation")}
-    how |= dict(padding=tuple(p for p in row["padding"] for _ in "ab"), groups=1, allow_tf32=False)
-    return Call.of(CATALOGUE["conv3d"], [x, w, None], how, real=False)
+    x, w = (torch.empty(s, dtype=dtype, device="meta") for s in (shape, weight))
+    b = torch.empty(weight[0], dtype=dtype, device="meta") if bias else None
+    how = {k: tuple(row[k]) for k in ("stride", "dilation")} | {"groups": row["groups"]}
+    how |= dict(padding=tuple(p for p in row["padding"] for _ in "ab"), allow_tf32=False)
+    return Call.of(CATALOGUE["conv3d"], [x, w, b], how, real=False)
+
+
+def stack_of(name, macros, path):
+    """Bytes of the stack frame of csrc/`name`.cu, as cuobjdump says."""
+    path.write_bytes(cuda.compile_cubin(patch.source(name), "sm_90a", macros))
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+    return re.findall(r"STACK:(\d+)", done.stdout)
 
 
 TABLE = {row["label"]: row for row in tilings.tuning_rows() if "patch" in row}
@@ -148,9 +158,4 @@ def test_tables_patches_compile_without_spills(row, tmp_path, monkeypatch):
     tiling, label = tilings.tuned(geometry_of(call), True)
     assert (label, patch.can_use(geometry_of(call), tiling)) == (row["label"], True)
     plan = patch.plan_of(call, geometry_of(call), tiling, label)
-    path = tmp_path / "patch.cubin"
-    path.write_bytes(cuda.compile_cubin(patch.source("patch"), "sm_90a", plan.macros))
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
-    assert re.findall(r"STACK:(\d+)", done.stdout) == ["0"]
+    assert stack_of("patch", plan.macros, tmp_path / "patch.cubin") == ["0"]

@@ -21,6 +21,27 @@ DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) 
 DEVICE void round_to(f16& y, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
 DEVICE void round_to(bf16& y, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
 
+// Two values, rounded, the first in the lower half.
+DEVICE u32 pair_of(float low, float high, f16) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE u32 pair_of(float low, float high, bf16) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// 8 and 16 bytes to global memory in one instruction.
+DEVICE void store_8(void* to, u32 low, u32 high) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(to), "r"(low), "r"(high) : "memory");
+}
+DEVICE void store_16(void* to, const u32 (&y)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
+}
+
 template <typename T>
 DEVICE u32 bits_of(T x) { return x.bits; }
 
