@@ -1,0 +1,464 @@
+// Convolution of stride 1 and one group by wgmma: a patch of the input lies in shared memory as rows
+// of channels, every tap is a shift of whole rows in it.
+//
+// pack   x [n, c, d, h, w] -> xp [n, block, row, BLOCK channels]; row = (d * PLANE_ROWS + h) * PITCH + w
+//        of the padded input, of which neighbouring lines and planes share their zeros;
+//        w [o, c, tap] -> wp [block, tap, tile of M outputs, M, BLOCK channels]
+// shift  out[n, o, p] = bias[o] + sum over blocks, taps of wp . xp[row of p + shift of tap]
+// reduce the same from SPLIT partial sums
+//
+// Rows are packed in the order in which wgmma wants them in shared memory, so that plain bulk copies
+// fetch them. SWIZZLE 1: a row's 16-byte pieces are exchanged by the row's number (the swizzle as
+// wide as a row); 0: [piece][row][8 channels]. In both a row is as good a start of an operand as any.
+//
+// A tile is M outputs x N positions: rows of the padded grid, outputs or not (its padding columns are
+// computed and dropped). Two warpgroups multiply, WM of them along the outputs, each MB x NB products
+// of 64 x WIDTH; one warp fetches patches, one weights, X_STAGES and W_STAGES ahead (0: all weights,
+// once). Taps of one group (GROUP 0: all, 1: of a depth, 2: of a line) share a patch; groups that lie
+// in the padding for the whole tile are not visited. SPLIT CTAs share a tile's blocks and groups.
+//
+// Macros: T, CHANNELS, OUTS, HAS_BIAS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW,
+// kernel KD KH KW, padding PD PH PW, dilation DD DH DW; BLOCK, WM, MB, NB, WIDTH, GROUP, X_STAGES,
+// W_STAGES, SPLIT, SWIZZLE; BASE: sets the descriptors' base offset to that of the start; ALIAS: one
+// tile a CTA, whose output is staged where patches were; PACK_SHARED, SHARED: bytes.
+
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
+constexpr int gcd_of(int a, int b) { return b ? gcd_of(b, a % b) : a; }
+
+constexpr int TAPS = KD * KH * KW, BLOCKS = (CHANNELS + BLOCK - 1) / BLOCK, PIECES = BLOCK / 8;
+constexpr int WN = 2 / WM, M = 64 * MB * WM, N = WIDTH * NB * WN;
+constexpr int PITCH = max_of(max_of(OW, PW + IW), OW + (KW - 1) * DW - PW);
+constexpr int PLANE_ROWS = max_of(max_of(OH, PH + IH), OH + (KH - 1) * DH - PH);
+constexpr int PLANE = PLANE_ROWS * PITCH, PIXELS = OD * OH * OW;
+constexpr int POSITIONS = ((OD - 1) * PLANE_ROWS + OH - 1) * PITCH + OW;
+constexpr int TILES_M = (OUTS + M - 1) / M, TILES_N = (POSITIONS + N - 1) / N;
+constexpr int GROUPS = GROUP == 0 ? 1 : GROUP == 1 ? KD : KD * KH, GROUP_TAPS = TAPS / GROUPS;
+
+// Rows from a position to the input under its tap.
+DEVICE constexpr int shift_of(int tap) {
+    return (tap / (KH * KW) * DD * PLANE_ROWS + tap / KW % KH * DH) * PITCH + tap % KW * DW;
+}
+// The first row of a group's patch: a multiple of 8, where swizzle patterns start.
+DEVICE constexpr int base_of(int group) { return shift_of(group * GROUP_TAPS) / 8 * 8; }
+constexpr int longest_reach() {
+    int reach = 0;
+    for (int g = 0; g < GROUPS; ++g)
+        reach = max_of(reach, shift_of((g + 1) * GROUP_TAPS - 1) - base_of(g));
+    return reach;
+}
+constexpr int PATCH = (N + longest_reach() + 7) / 8 * 8;  // rows
+constexpr int ROWS = (TILES_N - 1) * N + base_of(GROUPS - 1) + PATCH;
+
+constexpr int ROW_BYTES = 2 * BLOCK, STEPS = BLOCK / 16;
+constexpr int PATCH_BYTES = PATCH * ROW_BYTES, W_BYTES = M * ROW_BYTES;
+constexpr int X_STAGE = (PATCH_BYTES + 1023) / 1024 * 1024;
+constexpr bool RESIDENT = W_STAGES == 0;
+constexpr int W_SLOTS = RESIDENT ? BLOCKS * TAPS : W_STAGES;
+constexpr int PASS = gcd_of(WIDTH, ALIAS ? WIDTH : 64);  // columns that are staged at once
+constexpr int STAGED = PASS + 8;                         // pitch: 8 rows lie in different banks
+constexpr int STAGING = SPLIT > 1 ? 0 : 8 * 16 * STAGED * 2;
+constexpr int RINGS = X_STAGES * X_STAGE + W_SLOTS * W_BYTES;
+constexpr int BARRIERS = 2 * X_STAGES + 2 * (RESIDENT ? 1 : W_STAGES);
+constexpr int VO = gcd_of(8, PIXELS);  // outputs of one store
+static_assert(!ALIAS || STAGING <= RINGS);
+static_assert(SHARED == 1024 + RINGS + (ALIAS ? 0 : STAGING) + 8 * BARRIERS, "shift.py counts so");
+static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64);
+static_assert(WIDTH % 16 == 0 && WIDTH <= 256 && CHANNELS % 8 == 0 && GROUPS <= 32);
+static_assert(!RESIDENT || (TILES_M == 1 && SPLIT == 1));
+
+// ------------------------------------------------------------------------------------------- pack
+
+constexpr int PACK_ROWS = 128, PACK_OUTS = 8, PACK_THREADS = 256;
+constexpr int W_PITCH = BLOCK * TAPS + 2;  // an odd count of words
+static_assert(PACK_SHARED == max_of(PACK_ROWS * ROW_BYTES, PACK_OUTS * W_PITCH * 2));
+
+// Which 16 bytes of its row a piece of channels is.
+DEVICE int swizzled(int row, int piece) { return piece ^ (row * PIECES / 8 & (PIECES - 1)); }
+
+struct Piece { u32 words[4]; };
+
+DEVICE void put(u16* to, const u16 (&v)[8]) {
+    Vector<u32, 4> words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.at[i] = v[2 * i] | static_cast<u32>(v[2 * i + 1]) << 16;
+    *reinterpret_cast<Vector<u32, 4>*>(to) = words;
+}
+
+DEVICE void pack_x(const u16* x, u16* xp, u16* tile, int index) {
+    constexpr int ROW_BLOCKS = (ROWS + PACK_ROWS - 1) / PACK_ROWS;
+    const int first = index % ROW_BLOCKS * PACK_ROWS, block = index / ROW_BLOCKS % BLOCKS;
+    const i64 image = index / ROW_BLOCKS / BLOCKS;
+    x += (image * CHANNELS + block * BLOCK) * (i64)(ID * IH * IW);
+    xp += (image * BLOCKS + block) * (i64)ROWS * BLOCK;
+#pragma unroll
+    for (int i = threadIdx.x; i < PACK_ROWS * PIECES; i += PACK_THREADS) {
+        const int local = i % PACK_ROWS, piece = i / PACK_ROWS, row = first + local;
+        const int d = row / PLANE - PD, h = row % PLANE / PITCH - PH, w = row % PITCH - PW;
+        const bool some = d >= 0 && d < ID && h >= 0 && h < IH && w >= 0 && w < IW;
+        const int from = (d * IH + h) * IW + w;
+        u16 v[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+            v[c] = some && block * BLOCK + piece * 8 + c < CHANNELS
+                       ? x[(piece * 8 + c) * (i64)(ID * IH * IW) + from] : 0;
+        if (SWIZZLE) put(tile + local * BLOCK + swizzled(row, piece) * 8, v);
+        else if (row < ROWS) put(xp + ((i64)piece * ROWS + row) * 8, v);
+    }
+    if (!SWIZZLE) return;
+    __syncthreads();
+    const int end = (ROWS - first < PACK_ROWS ? ROWS - first : PACK_ROWS) * PIECES;
+    for (int i = threadIdx.x; i < end; i += PACK_THREADS)
+        reinterpret_cast<Vector<u32, 4>*>(xp + (i64)first * BLOCK)[i] =
+            reinterpret_cast<const Vector<u32, 4>*>(tile)[i];
+}
+
+DEVICE void pack_w(const u16* w, u16* wp, u16* tile, int index) {
+    constexpr int EACH = BLOCK * TAPS / 8;
+    const int block = index % BLOCKS, first = index / BLOCKS * PACK_OUTS;
+    for (int i = threadIdx.x; i < PACK_OUTS * EACH; i += PACK_THREADS) {
+        const int o = i / EACH, k = i % EACH * 8;
+        Vector<u32, 4> v = {};
+        if (first + o < OUTS && block * BLOCK * TAPS + k < CHANNELS * TAPS)
+            v = *reinterpret_cast<const Vector<u32, 4>*>(
+                w + ((i64)(first + o) * CHANNELS + block * BLOCK) * TAPS + k);
+        u32* to = reinterpret_cast<u32*>(tile + o * W_PITCH + k);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[j] = v.at[j];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < TAPS * PACK_OUTS * PIECES; i += PACK_THREADS) {
+        const int fast = SWIZZLE ? PIECES : PACK_OUTS, slow = PACK_OUTS * PIECES;
+        const int o = SWIZZLE ? i % slow / fast : i % fast;
+        const int piece = SWIZZLE ? i % fast : i % slow / fast, tap = i / slow;
+        u16 v[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v[c] = tile[o * W_PITCH + (piece * 8 + c) * TAPS + tap];
+        const int row = (first + o) % M;
+        u16* to = wp + ((i64)(block * TAPS + tap) * TILES_M + (first + o) / M) * (M * BLOCK);
+        put(to + (SWIZZLE ? row * BLOCK + swizzled(row, piece) * 8 : (piece * M + row) * 8), v);
+    }
+}
+
+// Grid: x_blocks, which is images * BLOCKS * row blocks, and BLOCKS * TILES_M * M / PACK_OUTS.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS)
+pack(const u16* x, const u16* w, u16* xp, u16* wp, i64 x_blocks) {
+    u16* tile = reinterpret_cast<u16*>(dynamic_shared());
+    const int index = blockIdx.x;
+    if (index < x_blocks) pack_x(x, xp, tile, index);
+    else pack_w(w, wp, tile, index - x_blocks);
+}
+
+// ------------------------------------------------------------------------------------------ shift
+
+struct Tile {
+    int m, first, part;  // tile of outputs; first position; part of SPLIT
+    i64 image;
+    u32 live;            // groups of which some tap lies over the input
+};
+
+DEVICE bool over(int first, int last, int shift, int size) {
+    return last + shift >= 0 && first + shift < size;
+}
+
+DEVICE u32 live_groups(int first) {
+    if (GROUP == 0) return 1;
+    const int last = (first + N < POSITIONS ? first + N : POSITIONS) - 1;
+    const int d0 = first / PLANE, d1 = last / PLANE;
+    const int h0 = d0 == d1 ? first % PLANE / PITCH : 0, h1 = d0 == d1 ? last % PLANE / PITCH : OH - 1;
+    u32 live = 0;
+    for (int g = 0; g < GROUPS; ++g) {
+        const int kd = GROUP == 1 ? g : g / KH, kh = GROUP == 1 ? 0 : g % KH;
+        const bool line = GROUP == 1 || over(h0, h1, kh * DH - PH, IH);
+        if (line && over(d0, d1, kd * DD - PD, ID)) live |= 1u << g;
+    }
+    return live;
+}
+
+DEVICE Tile tile_of(i64 work) {
+    Tile t;
+    t.part = work % SPLIT;
+    work /= SPLIT;
+    t.m = work % TILES_M;
+    work /= TILES_M;
+    t.first = work % TILES_N * N;
+    t.image = work / TILES_N;
+    t.live = live_groups(t.first);
+    return t;
+}
+
+// visit(block, group) for the tile's share of what is live, in one order for all roles.
+template <typename F>
+DEVICE void each_item(const Tile& t, F visit) {
+    const int items = BLOCKS * __popc(t.live);
+    const int begin = items * t.part / SPLIT, end = items * (t.part + 1) / SPLIT;
+    int item = 0;
+    for (int block = 0; block < BLOCKS; ++block)
+        for (int group = 0; group < GROUPS; ++group) {
+            if (!(t.live >> group & 1)) continue;
+            if (item >= begin && item < end) visit(block, group);
+            ++item;
+        }
+}
+
+struct Pipes {
+    unsigned char *patches, *weights, *staging;
+    u64 *x_full, *x_empty, *w_full, *w_empty;
+};
+
+DEVICE Pipes pipes_of(unsigned char* memory) {
+    Pipes p;
+    p.patches = memory;
+    p.weights = memory + X_STAGES * X_STAGE;
+    p.staging = ALIAS ? memory : memory + RINGS;
+    p.x_full = reinterpret_cast<u64*>(memory + RINGS + (ALIAS ? 0 : STAGING));
+    p.x_empty = p.x_full + X_STAGES;
+    p.w_full = p.x_empty + X_STAGES;
+    p.w_empty = p.w_full + (RESIDENT ? 1 : W_STAGES);
+    return p;
+}
+
+DEVICE void fetch_patches(const Pipes& p, const u16* xp, i64 work) {
+    constexpr int AT_ONCE = 16384;
+    u32 use = 0;
+    for (i64 i = blockIdx.x; i < work; i += gridDim.x) {
+        const Tile t = tile_of(i);
+        each_item(t, [&](int block, int group) {
+            const int slot = use % X_STAGES, row = t.first + base_of(group);
+            if (use >= X_STAGES) wait_phase(p.x_empty + slot, use / X_STAGES - 1 & 1);
+            ++use;
+            u64* full = p.x_full + slot;
+            unsigned char* to = p.patches + slot * X_STAGE;
+            const u16* from = xp + (t.image * BLOCKS + block) * (i64)ROWS * BLOCK;
+            arrive_expecting(full, PATCH_BYTES);
+            if (SWIZZLE) {
+                from += (i64)row * BLOCK;
+                for (int b = 0; b < PATCH_BYTES; b += AT_ONCE)
+                    copy_bulk(to + b, from + b / 2, min(PATCH_BYTES - b, AT_ONCE), full);
+            } else {
+                for (int piece = 0; piece < PIECES; ++piece)
+                    copy_bulk(to + piece * PATCH * 16, from + ((i64)piece * ROWS + row) * 8,
+                              PATCH * 16, full);
+            }
+        });
+    }
+}
+
+DEVICE void fetch_weights(const Pipes& p, const u16* wp, i64 work) {
+    if (RESIDENT) {
+        arrive_expecting(p.w_full, W_SLOTS * W_BYTES);
+        for (int i = 0; i < W_SLOTS; ++i)
+            copy_bulk(p.weights + i * W_BYTES, wp + i * (W_BYTES / 2), W_BYTES, p.w_full);
+        return;
+    }
+    u32 use = 0;
+    for (i64 i = blockIdx.x; i < work; i += gridDim.x) {
+        const Tile t = tile_of(i);
+        each_item(t, [&](int block, int group) {
+            for (int tap = group * GROUP_TAPS; tap < (group + 1) * GROUP_TAPS; ++tap, ++use) {
+                const int slot = use % W_SLOTS;
+                if (use >= W_SLOTS) wait_phase(p.w_empty + slot, use / W_SLOTS - 1 & 1);
+                arrive_expecting(p.w_full + slot, W_BYTES);
+                const i64 from = ((i64)(block * TAPS + tap) * TILES_M + t.m) * (M * BLOCK);
+                copy_bulk(p.weights + slot * W_BYTES, wp + from, W_BYTES, p.w_full + slot);
+            }
+        });
+    }
+}
+
+// Of an operand of `rows` rows in shared memory that starts at `row`, from product 16 * step on.
+template <int OPERAND_ROWS>
+DEVICE u64 operand(u32 memory, int row, int step) {
+    constexpr u64 LAYOUT = SWIZZLE == 0 ? 0 : BLOCK == 64 ? 1 : BLOCK == 32 ? 2 : 3;
+    constexpr u64 BETWEEN_8 = SWIZZLE ? 8 * ROW_BYTES : 128, BETWEEN_PIECES = SWIZZLE ? 16 : OPERAND_ROWS * 16;
+    constexpr u64 FIXED = LAYOUT << 62 | BETWEEN_8 / 16 << 32 | BETWEEN_PIECES / 16 << 16;
+    const u32 start = memory + (SWIZZLE ? row * ROW_BYTES + step * 32 : (2 * step * OPERAND_ROWS + row) * 16);
+    const u64 base = BASE ? start / 128 % 8 : 0;
+    return FIXED | base << 49 | (start & 0x3ffff) / 16;
+}
+
+typedef float Sums[MB][NB][WIDTH / 2];
+
+// The products of one tile. x_use, w_use: patches and weights that this CTA has used before it.
+DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, u32& w_use) {
+    const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
+    const bool leads = threadIdx.x % 32 == 0;
+    const u32 patches = shared_address(p.patches), weights = shared_address(p.weights);
+    bool first = true;
+    each_item(t, [&](int block, int group) {
+        const u32 patch = patches + x_use % X_STAGES * X_STAGE;
+        wait_phase(p.x_full + x_use % X_STAGES, x_use / X_STAGES & 1);
+        for (int j = 0; j < GROUP_TAPS; ++j) {
+            const int tap = group * GROUP_TAPS + j;
+            const u32 slot = RESIDENT ? block * TAPS + tap : w_use % W_SLOTS;
+            if (!RESIDENT) wait_phase(p.w_full + slot, w_use / W_SLOTS & 1);
+            const u32 w = weights + slot * W_BYTES;
+            const int row = shift_of(tap) - base_of(group) + group_n * NB * WIDTH;
+            products_begin();
+#pragma unroll
+            for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+                for (int m = 0; m < MB; ++m)
+#pragma unroll
+                    for (int n = 0; n < NB; ++n)
+                        product(acc[m][n], operand<M>(w, (group_m * MB + m) * 64, k),
+                                operand<PATCH>(patch, row + n * WIDTH, k));
+            products_commit();
+            products_wait<1>();  // all but this tap's are done: what they used is free
+            if (!first && leads) {
+                if (!RESIDENT) arrive(p.w_empty + (w_use - 1) % W_SLOTS);
+                if (j == 0) arrive(p.x_empty + (x_use - 1) % X_STAGES);
+            }
+            first = false;
+            ++w_use;
+        }
+        ++x_use;
+    });
+    products_wait<0>();
+    if (!first && leads) {
+        if (!RESIDENT) arrive(p.w_empty + (w_use - 1) % W_SLOTS);
+        arrive(p.x_empty + (x_use - 1) % X_STAGES);
+    }
+}
+
+// Outputs of an image that come before a position.
+DEVICE int outputs_before(int position) {
+    const int d = position / PLANE, h = position % PLANE / PITCH, w = position % PITCH;
+    if (d >= OD) return PIXELS;
+    return h >= OH ? (d + 1) * OH * OW : (d * OH + h) * OW + (w < OW ? w : OW);
+}
+DEVICE bool is_output(int position) {
+    return position % PITCH < OW && position % PLANE / PITCH < OH && position / PLANE < OD;
+}
+
+// A warp's 16 rows of PASS columns, from column `first` of a product: through shared memory, since
+// outputs lie closer than positions and at any alignment.
+DEVICE void store_pass(const float* acc, T* staging, T* out, int position, int channel, float bias_low,
+                       float bias_high) {
+    constexpr int VECTORS = PASS / VO + 1;
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    const int begin = outputs_before(position), end = outputs_before(position + PASS);
+    const int base = begin / VO * VO;
+#pragma unroll
+    for (int j = 0; j < PASS / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int at = position + j * 8 + lane % 4 * 2 + e;
+            if (!is_output(at)) continue;
+            T* to = staging + row * STAGED + outputs_before(at) - base;
+            round_to(to[0], acc[j * 4 + e] + bias_low);
+            round_to(to[8 * STAGED], acc[j * 4 + 2 + e] + bias_high);
+        }
+    __syncwarp();
+    for (int i = lane; i < 16 * VECTORS; i += 32) {
+        const int r = i / VECTORS, at = base + i % VECTORS * VO;
+        if (at >= end || channel + r >= OUTS) continue;
+        const T* from = staging + r * STAGED + at - base;
+        T* to = out + (i64)r * PIXELS + at;
+        if (VO > 1 && at >= begin && at + VO <= end) {
+            constexpr int WORDS = VO > 1 ? VO / 2 : 1;
+            *reinterpret_cast<Vector<u32, WORDS>*>(to) = *reinterpret_cast<const Vector<u32, WORDS>*>(from);
+        } else {
+            for (int e = 0; e < VO; ++e)
+                if (at + e >= begin && at + e < end) to[e] = from[e];
+        }
+    }
+    __syncwarp();
+}
+
+DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* bias, T* out,
+                       float* sums, i64 images) {
+    const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    T* staging = reinterpret_cast<T*>(p.staging) + warp * 16 * STAGED;
+#pragma unroll
+    for (int m = 0; m < MB; ++m) {
+        const int channel = t.m * M + (group_m * MB + m) * 64 + warp % 4 * 16, low = channel + lane / 4;
+        const float bias_low = HAS_BIAS && low < OUTS ? to_float(bias[low]) : 0;
+        const float bias_high = HAS_BIAS && low + 8 < OUTS ? to_float(bias[low + 8]) : 0;
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+            const int position = t.first + (group_n * NB + n) * WIDTH;
+            if constexpr (SPLIT > 1) {
+                float* to = sums + (((t.part * images + t.image) * (TILES_M * M) + low) * TILES_N * N +
+                                    position + lane % 4 * 2);
+#pragma unroll
+                for (int j = 0; j < WIDTH / 8; ++j) {
+                    const float* c = acc[m][n] + j * 4;
+                    *reinterpret_cast<Vector<float, 2>*>(to + j * 8) = {c[0], c[1]};
+                    *reinterpret_cast<Vector<float, 2>*>(to + j * 8 + 8 * TILES_N * N) = {c[2], c[3]};
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < WIDTH / PASS; ++i)
+                    store_pass(acc[m][n] + i * (PASS / 2), staging,
+                               out + (t.image * OUTS + channel) * (i64)PIXELS, position + i * PASS,
+                               channel, bias_low, bias_high);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+shift(const u16* xp, const u16* wp, const T* bias, T* out, float* sums, i64 images) {
+    const Pipes p = pipes_of(pattern_shared());
+    const i64 work = images * TILES_N * TILES_M * SPLIT;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < X_STAGES; ++i) {
+            init_barrier(p.x_full + i, 1);
+            init_barrier(p.x_empty + i, 8);
+        }
+        for (int i = 0; i < (RESIDENT ? 1 : W_STAGES); ++i) {
+            init_barrier(p.w_full + i, 1);
+            init_barrier(p.w_empty + i, 8);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 256) {
+        give_registers<24>();
+        if (threadIdx.x == 256) fetch_patches(p, xp, work);
+        if (threadIdx.x == 288) fetch_weights(p, wp, work);
+    } else {
+        take_registers<240>();
+        u32 x_use = 0, w_use = 0;
+        if (RESIDENT) wait_phase(p.w_full, 0);
+        for (i64 i = blockIdx.x; i < work; i += gridDim.x) {
+            const Tile t = tile_of(i);
+            Sums acc = {};
+            multiply_tile(acc, p, t, x_use, w_use);
+            if (ALIAS) sync_some<1>(256);  // the other warpgroup may still read its patch
+            store_tile(acc, p, t, bias, out, sums, images);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------- reduce
+
+// Grid: images * OUTS * PIXELS / V / 256 threads, rounded up.
+extern "C" __global__ void __launch_bounds__(256)
+reduce(const float* sums, const T* bias, T* out, i64 images) {
+    constexpr int V = gcd_of(4, gcd_of(OW, PITCH)), WORDS = V > 1 ? V / 2 : 1;
+    const i64 at = (blockIdx.x * (i64)256 + threadIdx.x) * V;
+    if (at >= images * OUTS * PIXELS) return;
+    const int pixel = at % PIXELS, channel = at / PIXELS % OUTS;
+    const i64 image = at / PIXELS / OUTS;
+    const int position = (pixel / (OH * OW) * PLANE_ROWS + pixel / OW % OH) * PITCH + pixel % OW;
+    sums += (image * (TILES_M * M) + channel) * TILES_N * N + position;
+    float total[V];
+    for (int e = 0; e < V; ++e) total[e] = HAS_BIAS ? to_float(bias[channel]) : 0;
+#pragma unroll
+    for (int part = 0; part < SPLIT; ++part) {
+        const auto found = *reinterpret_cast<const Vector<float, V>*>(
+            sums + part * images * (TILES_M * M) * TILES_N * N);
+        for (int e = 0; e < V; ++e) total[e] += found.at[e];
+    }
+    Vector<T, V> y;
+    for (int e = 0; e < V; ++e) round_to(y.at[e], total[e]);
+    if constexpr (V == 1) out[at] = y.at[0];
+    else {
+        Vector<u32, WORDS> words;
+        for (int e = 0; e < WORDS; ++e)
+            words.at[e] = bits_of(y.at[2 * e]) | bits_of(y.at[2 * e + 1]) << 16;
+        *reinterpret_cast<Vector<u32, WORDS>*>(out + at) = words;
+    }
+}
