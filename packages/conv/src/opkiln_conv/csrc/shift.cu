@@ -5,7 +5,7 @@
 //        of the padded input, of which neighbouring lines and planes share their zeros;
 //        w [o, c, tap] -> wp [block, tap, tile of M outputs, M, BLOCK channels]
 // shift  out[n, o, p] = bias[o] + sum over blocks, taps of wp . xp[row of p + shift of tap]
-// reduce the same from SPLIT partial sums
+// sum_parts the same from SPLIT partial sums
 //
 // Rows are packed in the order in which wgmma wants them in shared memory, so that plain bulk copies
 // fetch them. SWIZZLE 1: a row's 16-byte pieces are exchanged by the row's number (the swizzle as
@@ -19,11 +19,11 @@
 //
 // Macros: T, CHANNELS, OUTS, HAS_BIAS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW,
 // kernel KD KH KW, padding PD PH PW, dilation DD DH DW; BLOCK, WM, MB, NB, WIDTH, GROUP, X_STAGES,
-// W_STAGES, SPLIT, SWIZZLE; BASE: sets the descriptors' base offset to that of the start; ALIAS: one
-// tile a CTA, whose output is staged where patches were; PACK_SHARED, SHARED: bytes.
+// W_STAGES, SPLIT, SWIZZLE; BASE: sets the descriptors' base offset to that of the start;
+// PACK_SHARED, SHARED: bytes.
 
-constexpr int max_of(int a, int b) { return a > b ? a : b; }
-constexpr int gcd_of(int a, int b) { return b ? gcd_of(b, a % b) : a; }
+DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int gcd_of(int a, int b) { return b ? gcd_of(b, a % b) : a; }
 
 constexpr int TAPS = KD * KH * KW, BLOCKS = (CHANNELS + BLOCK - 1) / BLOCK, PIECES = BLOCK / 8;
 constexpr int WN = 2 / WM, M = 64 * MB * WM, N = WIDTH * NB * WN;
@@ -40,7 +40,7 @@ DEVICE constexpr int shift_of(int tap) {
 }
 // The first row of a group's patch: a multiple of 8, where swizzle patterns start.
 DEVICE constexpr int base_of(int group) { return shift_of(group * GROUP_TAPS) / 8 * 8; }
-constexpr int longest_reach() {
+DEVICE constexpr int longest_reach() {
     int reach = 0;
     for (int g = 0; g < GROUPS; ++g)
         reach = max_of(reach, shift_of((g + 1) * GROUP_TAPS - 1) - base_of(g));
@@ -54,16 +54,16 @@ constexpr int PATCH_BYTES = PATCH * ROW_BYTES, W_BYTES = M * ROW_BYTES;
 constexpr int X_STAGE = (PATCH_BYTES + 1023) / 1024 * 1024;
 constexpr bool RESIDENT = W_STAGES == 0;
 constexpr int W_SLOTS = RESIDENT ? BLOCKS * TAPS : W_STAGES;
-constexpr int PASS = gcd_of(WIDTH, ALIAS ? WIDTH : 64);  // columns that are staged at once
+constexpr int PASS = gcd_of(WIDTH, 64);  // columns that are staged at once
 constexpr int STAGED = PASS + 8;                         // pitch: 8 rows lie in different banks
 constexpr int STAGING = SPLIT > 1 ? 0 : 8 * 16 * STAGED * 2;
 constexpr int RINGS = X_STAGES * X_STAGE + W_SLOTS * W_BYTES;
 constexpr int BARRIERS = 2 * X_STAGES + 2 * (RESIDENT ? 1 : W_STAGES);
 constexpr int VO = gcd_of(8, PIXELS);  // outputs of one store
-static_assert(!ALIAS || STAGING <= RINGS);
-static_assert(SHARED == 1024 + RINGS + (ALIAS ? 0 : STAGING) + 8 * BARRIERS, "shift.py counts so");
+static_assert(SHARED == 1024 + RINGS + STAGING + 8 * BARRIERS, "shift.py counts so");
+static_assert(PITCH >= 8 && PLANE_ROWS > 0);
 static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64);
-static_assert(WIDTH % 16 == 0 && WIDTH <= 256 && CHANNELS % 8 == 0 && GROUPS <= 32);
+static_assert(WIDTH % 8 == 0 && WIDTH <= 256 && CHANNELS % 8 == 0 && GROUPS <= 32);
 static_assert(!RESIDENT || (TILES_M == 1 && SPLIT == 1));
 
 // ------------------------------------------------------------------------------------------- pack
@@ -209,8 +209,8 @@ DEVICE Pipes pipes_of(unsigned char* memory) {
     Pipes p;
     p.patches = memory;
     p.weights = memory + X_STAGES * X_STAGE;
-    p.staging = ALIAS ? memory : memory + RINGS;
-    p.x_full = reinterpret_cast<u64*>(memory + RINGS + (ALIAS ? 0 : STAGING));
+    p.staging = memory + RINGS;
+    p.x_full = reinterpret_cast<u64*>(memory + RINGS + STAGING);
     p.x_empty = p.x_full + X_STAGES;
     p.w_full = p.x_empty + X_STAGES;
     p.w_empty = p.w_full + (RESIDENT ? 1 : W_STAGES);
@@ -278,6 +278,16 @@ DEVICE u64 operand(u32 memory, int row, int step) {
 
 typedef float Sums[MB][NB][WIDTH / 2];
 
+// Reads of the sums stay behind this.
+DEVICE void keep_in_place(Sums& acc) {
+#pragma unroll
+    for (int m = 0; m < MB; ++m)
+#pragma unroll
+        for (int n = 0; n < NB; ++n)
+#pragma unroll
+            for (int i = 0; i < WIDTH / 2; ++i) keep(acc[m][n][i]);
+}
+
 // The products of one tile. x_use, w_use: patches and weights that this CTA has used before it.
 DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, u32& w_use) {
     const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
@@ -314,6 +324,7 @@ DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, 
         ++x_use;
     });
     products_wait<0>();
+    keep_in_place(acc);
     if (!first && leads) {
         if (!RESIDENT) arrive(p.w_empty + (w_use - 1) % W_SLOTS);
         arrive(p.x_empty + (x_use - 1) % X_STAGES);
@@ -326,8 +337,26 @@ DEVICE int outputs_before(int position) {
     if (d >= OD) return PIXELS;
     return h >= OH ? (d + 1) * OH * OW : (d * OH + h) * OW + (w < OW ? w : OW);
 }
-DEVICE bool is_output(int position) {
-    return position % PITCH < OW && position % PLANE / PITCH < OH && position / PLANE < OD;
+
+// A position's coordinates, and the number of its output if it is one.
+struct Cursor { int d, h, w, out; };
+DEVICE Cursor cursor_at(int position) {
+    const int d = position / PLANE, h = position % PLANE / PITCH, w = position % PITCH;
+    return {d, h, w, (d * OH + h) * OW + w};
+}
+DEVICE bool is_output(const Cursor& c) { return c.w < OW && c.h < OH && c.d < OD; }
+template <int COUNT>
+DEVICE void advance(Cursor& c) {
+    static_assert(COUNT <= PITCH);
+    c.w += COUNT;
+    c.out += COUNT;
+    if (c.w < PITCH) return;
+    c.w -= PITCH;
+    c.out += OW - PITCH;
+    if (++c.h < PLANE_ROWS) return;
+    c.h = 0;
+    c.out += (OH - PLANE_ROWS) * OW;
+    ++c.d;
 }
 
 // A warp's 16 rows of PASS columns, from column `first` of a product: through shared memory, since
@@ -338,15 +367,18 @@ DEVICE void store_pass(const float* acc, T* staging, T* out, int position, int c
     const int lane = threadIdx.x % 32, row = lane / 4;
     const int begin = outputs_before(position), end = outputs_before(position + PASS);
     const int base = begin / VO * VO;
+    Cursor c = cursor_at(position + lane % 4 * 2);
 #pragma unroll
     for (int j = 0; j < PASS / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int at = position + j * 8 + lane % 4 * 2 + e;
-            if (!is_output(at)) continue;
-            T* to = staging + row * STAGED + outputs_before(at) - base;
-            round_to(to[0], acc[j * 4 + e] + bias_low);
-            round_to(to[8 * STAGED], acc[j * 4 + 2 + e] + bias_high);
+            if (is_output(c)) {
+                T* to = staging + row * STAGED + c.out - base;
+                round_to(to[0], acc[j * 4 + e] + bias_low);
+                round_to(to[8 * STAGED], acc[j * 4 + 2 + e] + bias_high);
+            }
+            if (e == 0) advance<1>(c);
+            else advance<7>(c);
         }
     __syncwarp();
     for (int i = lane; i < 16 * VECTORS; i += 32) {
@@ -415,18 +447,17 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, float* sums, i64 imag
     }
     __syncthreads();
     if (threadIdx.x >= 256) {
-        give_registers<24>();
+        give_registers<40>();
         if (threadIdx.x == 256) fetch_patches(p, xp, work);
         if (threadIdx.x == 288) fetch_weights(p, wp, work);
     } else {
-        take_registers<240>();
+        take_registers<232>();
         u32 x_use = 0, w_use = 0;
         if (RESIDENT) wait_phase(p.w_full, 0);
         for (i64 i = blockIdx.x; i < work; i += gridDim.x) {
             const Tile t = tile_of(i);
             Sums acc = {};
             multiply_tile(acc, p, t, x_use, w_use);
-            if (ALIAS) sync_some<1>(256);  // the other warpgroup may still read its patch
             store_tile(acc, p, t, bias, out, sums, images);
         }
     }
@@ -436,7 +467,7 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, float* sums, i64 imag
 
 // Grid: images * OUTS * PIXELS / V / 256 threads, rounded up.
 extern "C" __global__ void __launch_bounds__(256)
-reduce(const float* sums, const T* bias, T* out, i64 images) {
+sum_parts(const float* sums, const T* bias, T* out, i64 images) {
     constexpr int V = gcd_of(4, gcd_of(OW, PITCH)), WORDS = V > 1 ? V / 2 : 1;
     const i64 at = (blockIdx.x * (i64)256 + threadIdx.x) * V;
     if (at >= images * OUTS * PIXELS) return;

@@ -1,0 +1,343 @@
+"""Check and measure csrc/shift.cu: its arithmetic from one tile up, then its tilings on heavy rows.
+
+    python bench/probes/conv_shift.py --out DIR [--only SUBSTRING] [--budget SECONDS]
+
+Compiles all, then runs a worker process that writes a line to DIR/events.jsonl before and after each
+candidate. A fault of the device ends the worker; the next one goes on after the candidate that
+faulted. A wrong candidate is looked into (which taps, channels, pixels) and timed all the same.
+Prints a table. Beside each row's candidates: what ships, torch, and the pack kernel alone.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import common
+import torch
+from conv import TOLERANCE, Row, read_rows
+
+from opkiln.device import cuda
+from opkiln.ops import CATALOGUE
+from opkiln_conv import conv_plan, shift
+from opkiln_conv.geometry import geometry_of
+from opkiln_conv.shift import ShiftTiling as S
+
+ITERATIONS = 15
+RESTARTS = 8
+UNITS = {  # what is new in each: label, dtype, input, weight, window, tilings
+    "one-tap": ("f16", (1, 64, 8, 8), (64, 64, 1, 1), {}, S(64, wm=1, w_stages=2)),
+    "two-groups": ("f16", (1, 64, 8, 16), (128, 64, 1, 1), {}, S(128, w_stages=2)),
+    "taps": ("f16", (1, 64, 8, 8), (128, 64, 3, 3), {"p": 1}, S(64, w_stages=2)),
+    "bf16": ("bf16", (1, 64, 8, 8), (128, 64, 3, 3), {"p": 1}, S(64, w_stages=2)),
+    "turns": ("f16", (2, 192, 56, 56), (200, 192, 3, 3), {"p": 1}, S(96, wm=1, w_stages=3)),
+    "block-32": ("f16", (1, 64, 8, 40), (64, 64, 3, 3), {"p": 1}, S(64, 32, wm=1)),
+    "block-16": ("f16", (1, 64, 8, 40), (64, 64, 3, 3), {"p": 1}, S(64, 16, wm=1)),
+    "lines": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6}, S(96, group=2)),
+    "split": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6},
+              S(96, group=2, split=3)),
+    "resident": ("bf16", (1, 32, 5, 9, 16), (64, 32, 3, 3, 3), {"p": 1},
+                 S(64, 32, wm=1, group=1, w_stages=0)),
+}  # fmt: skip
+
+
+def both(*tilings: S) -> list[S]:
+    """Each without swizzle, and with the swizzle that has base offset 0."""
+    return [dataclasses.replace(t, swizzle=s) for s in (0, 1) for t in tilings]
+
+
+CANDIDATES = {
+    "highres-3x3-s1": both(
+        S(192, w_stages=6), S(192, wm=1, w_stages=5), S(96, wm=1, mb=2, w_stages=5),
+        S(192, 32, wm=1, x_stages=3, w_stages=12), S(192, wm=1, group=2, x_stages=3, w_stages=6),
+        S(256, w_stages=5),
+    ),
+    "highres-3x3-s1-bias": both(S(192, w_stages=6), S(192, wm=1, w_stages=5)),
+    "unet-encoder-k3-s1": both(
+        S(256, 32, wm=1, group=1, w_stages=0), S(192, 32, wm=1, group=1, w_stages=0),
+        S(128, 32, wm=1, group=1, x_stages=3, w_stages=0), S(256, 32, wm=1, group=1, w_stages=12),
+        S(256, 32, wm=1, group=2, x_stages=2, w_stages=0),
+    ),
+    "deeplabv3-aspp-3x3-rate12": both(
+        S(176, group=2, x_stages=3, w_stages=6, split=8),
+        S(88, wm=1, mb=2, group=2, x_stages=3, w_stages=6, split=8),
+        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=8),
+        S(176, group=2, x_stages=3, w_stages=6, split=16),
+        S(88, group=2, x_stages=3, w_stages=8, split=4),
+    ),
+    "3d-unet-aspp-3x3x3-rate6": both(
+        S(128, group=2, x_stages=3, w_stages=6, split=2),
+        S(176, group=2, x_stages=3, w_stages=6, split=3),
+        S(256, group=2, x_stages=2, w_stages=6, split=4),
+        S(240, group=2, x_stages=2, w_stages=6, split=4),
+        S(64, group=2, x_stages=3, w_stages=8),
+    ),
+    "midres-5x5-s1": both(
+        S(64, 32, x_stages=2, w_stages=8, split=2), S(32, w_stages=8, x_stages=1),
+        S(64, wm=1, group=2, w_stages=8, split=4),
+    ),
+    "resnet-3x3": both(S(64, wm=1, x_stages=1, w_stages=6), S(32, wm=1, x_stages=1, w_stages=6)),
+    "encodec-deep": both(S(64, wm=1, w_stages=8, split=2)),
+}  # fmt: skip
+
+
+def rows_of(only: str) -> list[tuple[Row, list[S]]]:
+    found = []
+    for row in read_rows(""):
+        if only in row.label and row.label in CANDIDATES:
+            g = row.geometry()
+            found.append((row, [t for t in CANDIDATES[row.label] if fits(g, t)]))
+    return found
+
+
+def fits(g: Any, t: S) -> bool:
+    return shift.can_use(g, t)
+
+
+def units(only: str) -> list[tuple[Row, list[S]]]:
+    found = []
+    for label, (dtype, shape, weight, how, t) in UNITS.items():
+        if only and only not in label:
+            continue
+        options = tuple(f"{k}={v}" for k, v in how.items())
+        row = Row(f"unit-{label}", dtype, shape, weight, 0.0, 0.0, (*options, "b=1"), bias=True)
+        swizzled = dataclasses.replace(t, swizzle=1)
+        found.append((row, [t, swizzled, dataclasses.replace(swizzled, base=1)]))
+    return found
+
+
+def plan_of(row: Row, tensors: list[Any], t: S, real: bool = True) -> Any:
+    call = row.call(tensors, real=real)
+    return call, shift.plan_of(call, geometry_of(call), t, "probe")
+
+
+def warm(task: tuple[Row, S]) -> dict[str, Any]:
+    row, t = task
+    try:
+        _, plan = plan_of(row, row.tensors("meta"), t, real=False)
+        cuda.compile_cubin(shift.text_of(plan), "sm_90a", plan.macros)
+    except Exception as error:  # a finding
+        return {"compile_error": f"{type(error).__name__}: {error}"[-400:]}
+    return {}
+
+
+def name_of(t: S) -> str:
+    default = dataclasses.asdict(S(0))
+    changed = {k: v for k, v in dataclasses.asdict(t).items() if v != default[k]}
+    return " ".join(f"{k}{v}" for k, v in changed.items())
+
+
+def share_wrong(got: torch.Tensor, want: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Where an output is off by more than the tolerance of the output's RMS, or its own value."""
+    scale = want.square().mean().sqrt()
+    return ~((got.float() - want).abs() <= TOLERANCE[dtype] * want.abs().clamp(min=scale))
+
+
+def pattern(row: Row, t: S, tensors: list[Any]) -> dict[str, Any]:
+    """Which taps, channels and pixels a wrong candidate gets wrong: one at a time is not 0."""
+    x, w, _ = tensors
+    spec = CATALOGUE[row.op]
+
+    def wrong(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        given = [x, w, None]
+        call, plan = plan_of(dataclasses.replace(row, bias=False), given, t)
+        got = shift.prepare(call, plan)(*given)
+        want = spec.reference(x.float(), w.float(), None, **row.params).float()
+        return share_wrong(got, want, row.dtype)[0].flatten(1).float()
+
+    whole = wrong(x, w)
+    out: dict[str, Any] = {"share": float(whole.mean())}
+    first = whole.flatten().nonzero()
+    if len(first):
+        at = int(first[0])
+        out["first"] = [at // whole.shape[1], at % whole.shape[1]]
+    rows = whole.mean(1)
+    out["by channel % 64"] = [
+        round(float(rows[i::64].mean()), 3) for i in range(min(64, len(rows)))
+    ]
+    pixels = whole.mean(0)
+    out["by pixel % 16"] = [round(float(pixels[i::16].mean()), 3) for i in range(16)]
+    flat = w.flatten(2)
+    for i in range(min(flat.shape[2], 27)):
+        only = torch.zeros_like(flat)
+        only[..., i] = flat[..., i]
+        out[f"tap {i}"] = round(float(wrong(x, only.reshape(w.shape)).mean()), 4)
+    for i in range(0, min(x.shape[1], 64), 8):
+        only = torch.zeros_like(w)
+        only[:, i : i + 8] = w[:, i : i + 8]
+        out[f"channels {i}+8"] = round(float(wrong(x, only).mean()), 4)
+    return out
+
+
+class Events:
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def add(self, **event: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def all(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def work(out: pathlib.Path, only: str) -> None:
+    """The worker: everything that no event says has been started."""
+    events = Events(out / "events.jsonl")
+    seen = events.all()
+    started = {(e["row"], e["name"]) for e in seen if e["what"] == "start"}
+    right = {(e["row"], e["name"]) for e in seen if e["what"] == "checked"}
+    done = {e["row"] for e in seen if e["what"] == "timed"}
+    torch.backends.cudnn.benchmark = True
+    flush = common.flush_buffer()
+    patterns = 0
+    for row, tilings in [*units(only), *rows_of(only)]:
+        if row.label in done or not tilings:
+            continue
+        torch.manual_seed(0)
+        tensors = row.tensors("cuda")
+        wide = [None if v is None else v.float() for v in tensors]
+        want = CATALOGUE[row.op].reference(*wide, **row.params).float()
+        calls: dict[str, Any] = {}
+        for t in tilings:
+            key = (row.label, name_of(t))
+            if key in started and key not in right:
+                continue  # it faulted
+            events.add(what="start", row=key[0], name=key[1])
+            call, plan = plan_of(row, tensors, t)
+            launch = shift.prepare(call, plan)
+            torch.use_deterministic_algorithms(True, warn_only=True)  # outputs start as NaN
+            got = launch(*tensors)
+            torch.cuda.synchronize()
+            torch.use_deterministic_algorithms(False)
+            wrong = share_wrong(got, want, row.dtype)
+            again = torch.equal(launch(*tensors), got)
+            found = {"wrong": float(wrong.float().mean()), "same bits again": again}
+            if found["wrong"] and patterns < 12:
+                patterns += 1
+                found |= {"pattern": pattern(row, t, tensors)}
+            events.add(what="checked", row=key[0], name=key[1], **found)
+            calls[key[1]] = lambda launch=launch: launch(*tensors)
+            if f"pack, swizzle {t.swizzle}" not in calls:
+                calls[f"pack, swizzle {t.swizzle}"] = pack_alone(plan, tensors)
+                calls[f"all but pack, {key[1]}"] = without_pack(plan, tensors, call)
+        if row.label.startswith("unit"):
+            continue
+        from opkiln_conv.launch import prepare
+
+        shipped = prepare(row.call(tensors))
+        calls["shipped: " + str(conv_plan.plan_for(row.call(tensors)).tiling)] = lambda: shipped(
+            *tensors
+        )
+        formula = CATALOGUE[row.op].native or CATALOGUE[row.op].reference
+        calls["torch"] = lambda: formula(*tensors, **row.params)
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
+        times = common.kernel_times_us(list(calls.values()), flush, ITERATIONS)
+        us = {k: [statistics.median(v), min(v)] for k, v in zip(calls, times, strict=True)}
+        events.add(what="timed", row=row.label, name="", us=us)
+        torch.cuda.empty_cache()
+
+
+def pack_alone(plan: Any, tensors: list[Any]) -> Any:
+    run, xp, wp, _ = scratch(plan, tensors)
+    return lambda: run.pack(tensors[0], tensors[1], xp, wp, run.x_blocks)
+
+
+def without_pack(plan: Any, tensors: list[Any], call: Any) -> Any:
+    run, xp, wp, sums = scratch(plan, tensors)
+    run.pack(tensors[0], tensors[1], xp, wp, run.x_blocks)
+    out = call.outputs[0].empty()
+    b = 0 if tensors[2] is None else tensors[2]
+
+    def launch() -> None:
+        run.multiply(xp, wp, b, out, 0 if sums is None else sums, plan.images)
+        if run.add is not None:
+            run.add(sums, b, out, plan.images)
+
+    return launch
+
+
+def scratch(plan: Any, tensors: list[Any]) -> tuple[Any, ...]:
+    x, sizes = tensors[0], plan.sizes
+    run = shift.kernels_of(plan, plan.images * plan.macros["OUTS"] * pixels(plan), x.device)
+    rows = plan.images * sizes.blocks * sizes.rows * plan.tiling.block
+    xp, wp = x.new_empty(rows), x.new_empty(sizes.packed_weights)
+    return run, xp, wp, x.new_empty(run.parts, dtype=torch.float32) if run.parts else None
+
+
+def pixels(plan: Any) -> int:
+    return plan.macros["OD"] * plan.macros["OH"] * plan.macros["OW"]
+
+
+def table(events: list[dict[str, Any]]) -> None:
+    checked = {(e["row"], e["name"]): e for e in events if e["what"] == "checked"}
+    for e in events:
+        if e["what"] == "start" and (e["row"], e["name"]) not in checked:
+            print(f"FAULT   {e['row']:26s} {e['name']}")
+    for (row, name), e in checked.items():
+        if row.startswith("unit") or e["wrong"] or not e["same bits again"]:
+            state = "ok     " if not e["wrong"] else "WRONG  "
+            print(f"{state} {row:26s} {name:50s} {e['wrong']:.4f} bits {e['same bits again']}")
+            if e["wrong"]:
+                print(f"         {str(e.get('pattern'))[:700]}")
+    for e in events:
+        for name, (us, least) in sorted(e.get("us", {}).items(), key=lambda item: item[1][0]):
+            wrong = checked.get((e["row"], name), {}).get("wrong", 0)
+            print(f"{e['row']:26s} {us:8.2f} {least:8.2f} {'WRONG ' if wrong else ''}{name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--budget", type=float, default=55, help="seconds, compiling included")
+    parser.add_argument("--worker", action="store_true")
+    options = parser.parse_args()
+    if options.worker:
+        return work(options.out, options.only)
+    start = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    events = Events(options.out / "events.jsonl")
+    tasks = [(r, t) for r, ts in [*units(options.only), *rows_of(options.only)] for t in ts]
+    compiled = common.warm_all(warm, tasks)
+    for (row, t), found in compiled.items():
+        if found:
+            events.add(what="start", row=row.label, name=name_of(t), error=found["compile_error"])
+            print(f"DOES NOT COMPILE {row.label} {name_of(t)} {found['compile_error'][-200:]}")
+    print(f"{len(tasks)} candidates compiled in {time.monotonic() - start:.0f} s", flush=True)
+    for attempt in range(RESTARTS):
+        left = options.budget - (time.monotonic() - start)
+        if left < 8:
+            print("out of time")
+            break
+        command = [sys.executable, __file__, "--worker", "--out", str(options.out)]
+        with (options.out / f"worker-{attempt}.log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, "--only", options.only], stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                code: int | str = process.wait(left)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = "out of time"
+        print(f"worker {attempt}: {code}", flush=True)
+        if code in (0, "out of time"):
+            break
+        tail = (options.out / f"worker-{attempt}.log").read_text().splitlines()[-2:]
+        print("   " + " | ".join(tail)[-300:])
+    table(events.all())
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""How a heavy convolution of stride 1 runs by wgmma: csrc/shift.cu, compiled for its geometry.
+Only the measured table chooses it.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from opkiln.device import cuda
+
+from opkiln_conv.geometry import Geometry
+from opkiln_conv.sources import read
+
+EXTRA = "opkiln-conv[cu13]"
+TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+SHARED_BYTES = 227 * 1024  # of a CTA
+SUMS = 128  # registers of a consumer thread that hold sums
+PACK_ROWS, PACK_OUTS, PACK_THREADS, REDUCE_THREADS = 128, 8, 256, 256
+THREADS = 384  # two warpgroups that multiply, one that fetches
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftTiling:
+    """See csrc/shift.cu."""
+
+    width: int
+    block: int = 64
+    wm: int = 2
+    mb: int = 1
+    nb: int = 1
+    group: int = 0
+    x_stages: int = 2
+    w_stages: int = 4
+    split: int = 1
+    swizzle: int = 0
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What csrc/shift.cu derives from the macros, of one image; bytes and rows."""
+
+    blocks: int
+    tiles: int
+    rows: int
+    packed_weights: int
+    pack_shared: int
+    shared: int
+
+
+def window_of(g: Geometry) -> dict[str, int]:
+    """The macros of a geometry."""
+    shapes = {"I": g.sizes, "O": g.outs, "K": g.kernel, "P": g.padding, "D": g.dilation}
+    found = {f"{k}{dim}": v[i] for k, v in shapes.items() for i, dim in enumerate("DHW")}
+    return found | {"CHANNELS": g.of_group, "OUTS": g.group_outs}
+
+
+def pitch_of(outs: int, size: int, kernel: int, padding: int, dilation: int) -> int:
+    """Of a padded dim whose neighbouring lines share their zeros."""
+    return max(outs, padding + size, outs + (kernel - 1) * dilation - padding)
+
+
+def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
+    (_, kh, kw), (dd, dh, dw) = g.kernel, g.dilation
+    lines, pitch = (
+        pitch_of(g.outs[i], g.sizes[i], g.kernel[i], g.padding[i], g.dilation[i]) for i in (1, 2)
+    )
+    positions = ((g.outs[0] - 1) * lines + g.outs[1] - 1) * pitch + g.outs[2]
+    shifts = [
+        (i // (kh * kw) * dd * lines + i // kw % kh * dh) * pitch + i % kw * dw
+        for i in range(g.taps)
+    ]
+    m, n = 64 * t.mb * t.wm, t.width * t.nb * (2 // t.wm)
+    tiles_m, tiles_n = -(-g.group_outs // m), -(-positions // n)
+    each = g.taps // (1, g.kernel[0], g.kernel[0] * kh)[t.group]
+    bases = [s // 8 * 8 for s in shifts[::each]]
+    reach = max(s - b for s, b in zip(shifts[each - 1 :: each], bases, strict=True))
+    patch = -(-(n + reach) // 8) * 8
+    blocks, row_bytes = -(-g.of_group // t.block), 2 * t.block
+    slots = t.w_stages or blocks * g.taps
+    rings = t.x_stages * (-(-patch * row_bytes // 1024) * 1024) + slots * m * row_bytes
+    staging = 0 if t.split > 1 else 8 * 16 * (gcd(t.width, 64) + 8) * 2
+    barriers = 2 * t.x_stages + 2 * (t.w_stages or 1)
+    return Sizes(
+        blocks=blocks,
+        tiles=tiles_m * tiles_n,
+        rows=(tiles_n - 1) * n + bases[-1] + patch,
+        packed_weights=blocks * g.taps * tiles_m * m * t.block,
+        pack_shared=max(PACK_ROWS * row_bytes, PACK_OUTS * (t.block * g.taps + 2) * 2),
+        shared=1024 + rings + staging + 8 * barriers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftPlan:
+    """The launches of a tiling. source: the label of the table's row; work: tiles times parts."""
+
+    tiling: ShiftTiling
+    source: str
+    sizes: Sizes
+    work: int
+    images: int
+    macros: dict[str, Any]
+
+
+def can_use(g: Geometry, t: ShiftTiling) -> bool:
+    """Whether a tiling fits a geometry of plain tensors."""
+    resident = not t.w_stages
+    whole = g.group_outs <= 64 * t.mb * t.wm and t.split == 1
+    return (
+        g.groups == 1
+        and g.itemsize == 2
+        and max(g.stride) == 1
+        and g.out_strides[2] == 1
+        and g.of_group % 8 == 0
+        and min(g.padding) >= 0
+        and t.mb * t.nb * t.width // 2 <= SUMS
+        and (whole or not resident)
+        and sizes_of(g, t).shared <= SHARED_BYTES
+        and sizes_of(g, t).pack_shared <= SHARED_BYTES
+    )
+
+
+def plan_of(call: Any, g: Geometry, t: ShiftTiling, label: str) -> ShiftPlan:
+    sizes = sizes_of(g, t)
+    dtype, bias = call.tensors.input.dtype, call.tensors.bias
+    macros = window_of(g) | {k.upper(): v for k, v in asdict(t).items()}
+    macros |= {"T": TYPES[dtype], "HAS_BIAS": int(bias is not None)}
+    macros |= {"SHARED": sizes.shared, "PACK_SHARED": sizes.pack_shared}
+    return ShiftPlan(t, label, sizes, g.batch * sizes.tiles * t.split, g.batch, macros)
+
+
+def product_of(width: int, dtype: str) -> str:
+    """CUDA C++: c += a b, 64 x 16 by 16 x width, of operands that descriptors name."""
+    count = width // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))
+    name = f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{dtype}.{dtype}"
+    return (
+        f"DEVICE void product(float (&c)[{count}], u64 a, u64 b) {{\n"
+        f'    asm volatile("{{.reg .pred p; setp.ne.b32 p, 1, 0; {name} {{{sums}}}, "\n'
+        f'                 "%{count}, %{count + 1}, p, 1, 1, 0, 0;}}"\n'
+        f'                 : {operands} : "l"(a), "l"(b));\n}}\n'
+    )
+
+
+def text_of(plan: ShiftPlan) -> str:
+    """The translation unit of a plan."""
+    product = product_of(plan.tiling.width, plan.macros["T"])
+    return read("device.cuh") + read("wgmma.cuh") + product + read("shift.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The launches of a plan, in this order. add: of partial sums; parts: how many elements."""
+
+    pack: Callable[..., None]
+    multiply: Callable[..., None]
+    add: Callable[..., None] | None
+    x_blocks: int
+    parts: int
+
+
+def kernels_of(plan: ShiftPlan, outputs: int, device: torch.device) -> Kernels:
+    t, sizes, m = plan.tiling, plan.sizes, plan.macros
+    load = lambda name: cuda.load(text_of(plan), name, device, m)  # noqa: E731
+    x_blocks = plan.images * sizes.blocks * -(-sizes.rows // PACK_ROWS)
+    taps = m["KD"] * m["KH"] * m["KW"]
+    w_blocks = sizes.packed_weights // (t.block * taps * PACK_OUTS)
+    pack = load("pack").configure(
+        (x_blocks + w_blocks, 1, 1), (PACK_THREADS, 1, 1), sizes.pack_shared
+    )
+    programs = min(plan.work, cuda.multiprocessors(device))
+    multiply = load("shift").configure((programs, 1, 1), (THREADS, 1, 1), sizes.shared)
+    if t.split == 1:
+        return Kernels(pack, multiply, None, x_blocks, 0)
+    blocks = -(-outputs // (REDUCE_THREADS * vector_of(m)))
+    add = load("sum_parts").configure((blocks, 1, 1), (REDUCE_THREADS, 1, 1))
+    return Kernels(pack, multiply, add, x_blocks, plan.work * 128 * t.mb * t.nb * t.width)
+
+
+def prepare(call: Any, plan: ShiftPlan) -> Callable[..., torch.Tensor]:
+    """A function that allocates and launches."""
+    (meta,) = call.outputs
+    sizes, dtype, device = plan.sizes, meta.dtype, call.device
+    run = kernels_of(plan, meta.numel, device)
+    rows = plan.images * sizes.blocks * sizes.rows * plan.tiling.block
+
+    def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = meta.empty()
+        xp = torch.empty(rows, dtype=dtype, device=device)
+        wp = torch.empty(sizes.packed_weights, dtype=dtype, device=device)
+        b = 0 if bias is None else bias
+        run.pack(x, w, xp, wp, run.x_blocks)
+        if run.add is None:
+            run.multiply(xp, wp, b, out, 0, plan.images)
+        else:
+            sums = torch.empty(run.parts, dtype=torch.float32, device=device)
+            run.multiply(xp, wp, b, out, sums, plan.images)
+            run.add(sums, b, out, plan.images)
+        return out
+
+    return launch
+
+
+def vector_of(m: dict[str, Any]) -> int:
+    """Outputs of a thread of sum_parts."""
+    pitch = pitch_of(*(m[f"{k}W"] for k in "OIKPD"))
+    return gcd(4, m["OW"], pitch)
