@@ -67,8 +67,8 @@ CANDIDATES = {
         S(176, group=2, x_stages=3, w_stages=6, split=8),
         S(88, wm=1, mb=2, group=2, x_stages=3, w_stages=6, split=8),
         S(176, wm=1, group=2, x_stages=3, w_stages=8, split=8),
-        S(176, group=2, x_stages=3, w_stages=6, split=16),
         S(88, group=2, x_stages=3, w_stages=8, split=4),
+        S(176, group=2, x_stages=3, w_stages=6, split=4),
     ),
     "3d-unet-aspp-3x3x3-rate6": both(
         S(128, group=2, x_stages=3, w_stages=6, split=2),
@@ -248,34 +248,22 @@ def work(out: pathlib.Path, only: str) -> None:
 
 
 def pack_alone(plan: Any, tensors: list[Any]) -> Any:
-    run, xp, wp, _ = scratch(plan, tensors)
-    return lambda: run.pack(tensors[0], tensors[1], xp, wp, run.x_blocks)
+    pack, _, x_blocks, xp, wp = scratch(plan, tensors)
+    return lambda: pack(tensors[0], tensors[1], xp, wp, x_blocks)
 
 
 def without_pack(plan: Any, tensors: list[Any], call: Any) -> Any:
-    run, xp, wp, sums = scratch(plan, tensors)
-    run.pack(tensors[0], tensors[1], xp, wp, run.x_blocks)
+    pack, multiply, x_blocks, xp, wp = scratch(plan, tensors)
+    pack(tensors[0], tensors[1], xp, wp, x_blocks)
     out = call.outputs[0].empty()
-    b = 0 if tensors[2] is None else tensors[2]
-
-    def launch() -> None:
-        run.multiply(xp, wp, b, out, 0 if sums is None else sums, plan.images)
-        if run.add is not None:
-            run.add(sums, b, out, plan.images)
-
-    return launch
+    return lambda: multiply(xp, wp, 0 if tensors[2] is None else tensors[2], out, plan.images)
 
 
 def scratch(plan: Any, tensors: list[Any]) -> tuple[Any, ...]:
     x, sizes = tensors[0], plan.sizes
-    run = shift.kernels_of(plan, plan.images * plan.macros["OUTS"] * pixels(plan), x.device)
     rows = plan.images * sizes.blocks * sizes.rows * plan.tiling.block
     xp, wp = x.new_empty(rows), x.new_empty(sizes.packed_weights)
-    return run, xp, wp, x.new_empty(run.parts, dtype=torch.float32) if run.parts else None
-
-
-def pixels(plan: Any) -> int:
-    return plan.macros["OD"] * plan.macros["OH"] * plan.macros["OW"]
+    return *shift.kernels_of(plan, x.device), xp, wp
 
 
 def table(events: list[dict[str, Any]]) -> None:

@@ -62,6 +62,13 @@ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* at) {
     cpu::mbarrier(at).copies.push_back(
         {static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes});
 }
+template <int NUMBER>
+void sync_some(u32 threads) {
+    static std::map<cpu::Block*, cpu::Barrier> barriers;
+    cpu::Barrier& b = barriers[cpu::state.self->block];
+    b.size = threads;
+    cpu::wait(b);
+}
 template <int REGISTERS>
 void take_registers() {}
 template <int REGISTERS>

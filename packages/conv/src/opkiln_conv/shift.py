@@ -17,7 +17,8 @@ EXTRA = "opkiln-conv[cu13]"
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 SHARED_BYTES = 227 * 1024  # of a CTA
 SUMS = 128  # registers of a consumer thread that hold sums
-PACK_ROWS, PACK_OUTS, PACK_THREADS, REDUCE_THREADS = 128, 8, 256, 256
+PACK_ROWS, PACK_OUTS, PACK_THREADS = 128, 8, 256
+MAX_CLUSTER = 8
 THREADS = 384  # two warpgroups that multiply, one that fetches
 
 
@@ -47,6 +48,8 @@ class Sizes:
     rows: int
     packed_weights: int
     pack_shared: int
+    rings: int
+    sums: int
     shared: int
 
 
@@ -80,6 +83,7 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
     patch = -(-(n + reach) // 8) * 8
     blocks, row_bytes = -(-g.of_group // t.block), 2 * t.block
     slots = t.w_stages or blocks * g.taps
+    pitch_of_sums = n + (40 - n % 32) % 32
     rings = t.x_stages * (-(-patch * row_bytes // 1024) * 1024) + slots * m * row_bytes
     staging = 0 if t.split > 1 else 8 * 16 * (gcd(t.width, 64) + 8) * 2
     barriers = 2 * t.x_stages + 2 * (t.w_stages or 1)
@@ -89,6 +93,8 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
         rows=(tiles_n - 1) * n + bases[-1] + patch,
         packed_weights=blocks * g.taps * tiles_m * m * t.block,
         pack_shared=max(PACK_ROWS * row_bytes, PACK_OUTS * (t.block * g.taps + 2) * 2),
+        rings=rings,
+        sums=4 * m * pitch_of_sums if t.split > 1 else 0,
         shared=1024 + rings + staging + 8 * barriers,
     )
 
@@ -107,7 +113,7 @@ class ShiftPlan:
 
 def can_use(g: Geometry, t: ShiftTiling) -> bool:
     """Whether a tiling fits a geometry of plain tensors."""
-    resident = not t.w_stages
+    sizes, resident = sizes_of(g, t), not t.w_stages
     whole = g.group_outs <= 64 * t.mb * t.wm and t.split == 1
     return (
         g.groups == 1
@@ -117,9 +123,11 @@ def can_use(g: Geometry, t: ShiftTiling) -> bool:
         and g.of_group % 8 == 0
         and min(g.padding) >= 0
         and t.mb * t.nb * t.width // 2 <= SUMS
+        and t.split <= MAX_CLUSTER
         and (whole or not resident)
-        and sizes_of(g, t).shared <= SHARED_BYTES
-        and sizes_of(g, t).pack_shared <= SHARED_BYTES
+        and sizes.shared <= SHARED_BYTES
+        and sizes.pack_shared <= SHARED_BYTES
+        and sizes.sums <= sizes.rings
     )
 
 
@@ -152,18 +160,11 @@ def text_of(plan: ShiftPlan) -> str:
     return read("device.cuh") + read("wgmma.cuh") + product + read("shift.cu")
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The launches of a plan, in this order. add: of partial sums; parts: how many elements."""
-
-    pack: Callable[..., None]
-    multiply: Callable[..., None]
-    add: Callable[..., None] | None
-    x_blocks: int
-    parts: int
+Launch = Callable[..., None]
 
 
-def kernels_of(plan: ShiftPlan, outputs: int, device: torch.device) -> Kernels:
+def kernels_of(plan: ShiftPlan, device: torch.device) -> tuple[Launch, Launch, int]:
+    """pack, shift, and the argument x_blocks of the former."""
     t, sizes, m = plan.tiling, plan.sizes, plan.macros
     load = lambda name: cuda.load(text_of(plan), name, device, m)  # noqa: E731
     x_blocks = plan.images * sizes.blocks * -(-sizes.rows // PACK_ROWS)
@@ -172,40 +173,24 @@ def kernels_of(plan: ShiftPlan, outputs: int, device: torch.device) -> Kernels:
     pack = load("pack").configure(
         (x_blocks + w_blocks, 1, 1), (PACK_THREADS, 1, 1), sizes.pack_shared
     )
-    programs = min(plan.work, cuda.multiprocessors(device))
-    multiply = load("shift").configure((programs, 1, 1), (THREADS, 1, 1), sizes.shared)
-    if t.split == 1:
-        return Kernels(pack, multiply, None, x_blocks, 0)
-    blocks = -(-outputs // (REDUCE_THREADS * vector_of(m)))
-    add = load("sum_parts").configure((blocks, 1, 1), (REDUCE_THREADS, 1, 1))
-    return Kernels(pack, multiply, add, x_blocks, plan.work * 128 * t.mb * t.nb * t.width)
+    programs = plan.work if t.split > 1 else min(plan.work, cuda.multiprocessors(device))
+    multiply = load("shift").configure((programs, 1, 1), (THREADS, 1, 1), sizes.shared, t.split)
+    return pack, multiply, x_blocks
 
 
 def prepare(call: Any, plan: ShiftPlan) -> Callable[..., torch.Tensor]:
     """A function that allocates and launches."""
     (meta,) = call.outputs
     sizes, dtype, device = plan.sizes, meta.dtype, call.device
-    run = kernels_of(plan, meta.numel, device)
+    pack, multiply, x_blocks = kernels_of(plan, device)
     rows = plan.images * sizes.blocks * sizes.rows * plan.tiling.block
 
     def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = meta.empty()
         xp = torch.empty(rows, dtype=dtype, device=device)
         wp = torch.empty(sizes.packed_weights, dtype=dtype, device=device)
-        b = 0 if bias is None else bias
-        run.pack(x, w, xp, wp, run.x_blocks)
-        if run.add is None:
-            run.multiply(xp, wp, b, out, 0, plan.images)
-        else:
-            sums = torch.empty(run.parts, dtype=torch.float32, device=device)
-            run.multiply(xp, wp, b, out, sums, plan.images)
-            run.add(sums, b, out, plan.images)
+        pack(x, w, xp, wp, x_blocks)
+        multiply(xp, wp, 0 if bias is None else bias, out, plan.images)
         return out
 
     return launch
-
-
-def vector_of(m: dict[str, Any]) -> int:
-    """Outputs of a thread of sum_parts."""
-    pitch = pitch_of(*(m[f"{k}W"] for k in "OIKPD"))
-    return gcd(4, m["OW"], pitch)

@@ -5,7 +5,6 @@
 //        of the padded input, of which neighbouring lines and planes share their zeros;
 //        w [o, c, tap] -> wp [block, tap, tile of M outputs, M, BLOCK channels]
 // shift  out[n, o, p] = bias[o] + sum over blocks, taps of wp . xp[row of p + shift of tap]
-// sum_parts the same from SPLIT partial sums
 //
 // Rows are packed in the order in which wgmma wants them in shared memory, so that plain bulk copies
 // fetch them. SWIZZLE 1: a row's 16-byte pieces are exchanged by the row's number (the swizzle as
@@ -15,7 +14,8 @@
 // computed and dropped). Two warpgroups multiply, WM of them along the outputs, each MB x NB products
 // of 64 x WIDTH; one warp fetches patches, one weights, X_STAGES and W_STAGES ahead (0: all weights,
 // once). Taps of one group (GROUP 0: all, 1: of a depth, 2: of a line) share a patch; groups that lie
-// in the padding for the whole tile are not visited. SPLIT CTAs share a tile's blocks and groups.
+// in the padding for the whole tile are not visited. The SPLIT CTAs of a cluster share a tile's blocks
+// and groups, and add up.
 //
 // Macros: T, CHANNELS, OUTS, HAS_BIAS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW,
 // kernel KD KH KW, padding PD PH PW, dilation DD DH DW; BLOCK, WM, MB, NB, WIDTH, GROUP, X_STAGES,
@@ -58,6 +58,8 @@ constexpr int PASS = gcd_of(WIDTH, 64);  // columns that are staged at once
 constexpr int STAGED = PASS + 8;                         // pitch: 8 rows lie in different banks
 constexpr int STAGING = SPLIT > 1 ? 0 : 8 * 16 * STAGED * 2;
 constexpr int RINGS = X_STAGES * X_STAGE + W_SLOTS * W_BYTES;
+constexpr int SUM_PITCH = N + (40 - N % 32) % 32;  // of partial sums: 8 modulo 32 banks
+static_assert(SPLIT == 1 || M * SUM_PITCH * 4 <= RINGS);
 constexpr int BARRIERS = 2 * X_STAGES + 2 * (RESIDENT ? 1 : W_STAGES);
 constexpr int VO = gcd_of(8, PIXELS);  // outputs of one store
 static_assert(SHARED == 1024 + RINGS + STAGING + 8 * BARRIERS, "shift.py counts so");
@@ -397,8 +399,7 @@ DEVICE void store_pass(const float* acc, T* staging, T* out, int position, int c
     __syncwarp();
 }
 
-DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* bias, T* out,
-                       float* sums, i64 images) {
+DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* bias, T* out) {
     const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     T* staging = reinterpret_cast<T*>(p.staging) + warp * 16 * STAGED;
@@ -410,28 +411,71 @@ DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* 
 #pragma unroll
         for (int n = 0; n < NB; ++n) {
             const int position = t.first + (group_n * NB + n) * WIDTH;
-            if constexpr (SPLIT > 1) {
-                float* to = sums + (((t.part * images + t.image) * (TILES_M * M) + low) * TILES_N * N +
-                                    position + lane % 4 * 2);
 #pragma unroll
-                for (int j = 0; j < WIDTH / 8; ++j) {
-                    const float* c = acc[m][n] + j * 4;
-                    *reinterpret_cast<Vector<float, 2>*>(to + j * 8) = {c[0], c[1]};
-                    *reinterpret_cast<Vector<float, 2>*>(to + j * 8 + 8 * TILES_N * N) = {c[2], c[3]};
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < WIDTH / PASS; ++i)
-                    store_pass(acc[m][n] + i * (PASS / 2), staging,
-                               out + (t.image * OUTS + channel) * (i64)PIXELS, position + i * PASS,
-                               channel, bias_low, bias_high);
-            }
+            for (int i = 0; i < WIDTH / PASS; ++i)
+                store_pass(acc[m][n] + i * (PASS / 2), staging,
+                           out + (t.image * OUTS + channel) * (i64)PIXELS, position + i * PASS,
+                           channel, bias_low, bias_high);
         }
     }
 }
 
+DEVICE void meet_cluster() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+// A CTA's sums [M, SUM_PITCH], for its cluster to add.
+DEVICE void leave_sums(const Sums& acc, float* sums) {
+    const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < MB; ++m)
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+            const int row = (group_m * MB + m) * 64 + warp % 4 * 16 + lane / 4;
+            float* to = sums + row * SUM_PITCH + (group_n * NB + n) * WIDTH + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < WIDTH / 8; ++j) {
+                const float* c = acc[m][n] + j * 4;
+                *reinterpret_cast<Vector<float, 2>*>(to + j * 8) = {c[0], c[1]};
+                *reinterpret_cast<Vector<float, 2>*>(to + j * 8 + 8 * SUM_PITCH) = {c[2], c[3]};
+            }
+        }
+}
+
+// Every SPLIT-th row of the tile, over the CTAs of the cluster in the order of their ranks.
+DEVICE void add_sums(float* sums, const Tile& t, const T* bias, T* out) {
+    constexpr int V = gcd_of(4, gcd_of(OW, PITCH)), EACH = N / V;
+    constexpr int WORDS = V > 1 ? V / 2 : 1;
+    for (int i = threadIdx.x; i < (M + SPLIT - 1) / SPLIT * EACH; i += 256) {
+        const int row = i / EACH * SPLIT + t.part, channel = t.m * M + row;
+        const Cursor c = cursor_at(t.first + i % EACH * V);
+        if (row >= M || channel >= OUTS || !is_output(c)) continue;
+        float total[V];
+        for (int e = 0; e < V; ++e) total[e] = HAS_BIAS ? to_float(bias[channel]) : 0;
+#pragma unroll
+        for (int rank = 0; rank < SPLIT; ++rank) {
+            const auto found = *reinterpret_cast<const Vector<float, V>*>(
+                peer(sums, rank) + row * SUM_PITCH + i % EACH * V);
+            for (int e = 0; e < V; ++e) total[e] += found.at[e];
+        }
+        Vector<T, V> y;
+        for (int e = 0; e < V; ++e) round_to(y.at[e], total[e]);
+        const i64 at = (t.image * OUTS + channel) * (i64)PIXELS + c.out;
+        if constexpr (V == 1) out[at] = y.at[0];
+        else {
+            Vector<u32, WORDS> words;
+            for (int e = 0; e < WORDS; ++e)
+                words.at[e] = bits_of(y.at[2 * e]) | bits_of(y.at[2 * e + 1]) << 16;
+            *reinterpret_cast<Vector<u32, WORDS>*>(out + at) = words;
+        }
+    }
+}
+
+// Grid: CTAs that take the tiles in turn; where SPLIT CTAs share one, a CTA for each part.
 extern "C" __global__ void __launch_bounds__(384, 1)
-shift(const u16* xp, const u16* wp, const T* bias, T* out, float* sums, i64 images) {
+shift(const u16* xp, const u16* wp, const T* bias, T* out, i64 images) {
     const Pipes p = pipes_of(pattern_shared());
     const i64 work = images * TILES_N * TILES_M * SPLIT;
     if (threadIdx.x == 0) {
@@ -450,6 +494,11 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, float* sums, i64 imag
         give_registers<40>();
         if (threadIdx.x == 256) fetch_patches(p, xp, work);
         if (threadIdx.x == 288) fetch_weights(p, wp, work);
+        if constexpr (SPLIT > 1) {
+            __syncwarp();
+            meet_cluster();
+            meet_cluster();
+        }
     } else {
         take_registers<232>();
         u32 x_use = 0, w_use = 0;
@@ -458,38 +507,15 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, float* sums, i64 imag
             const Tile t = tile_of(i);
             Sums acc = {};
             multiply_tile(acc, p, t, x_use, w_use);
-            store_tile(acc, p, t, bias, out, sums, images);
+            if constexpr (SPLIT == 1) store_tile(acc, p, t, bias, out);
+            else {  // one tile a CTA, so that its patches and weights are done with
+                float* sums = reinterpret_cast<float*>(p.patches);
+                sync_some<1>(256);
+                leave_sums(acc, sums);
+                meet_cluster();
+                add_sums(sums, t, bias, out);
+                meet_cluster();  // others may still read the sums
+            }
         }
-    }
-}
-
-// ----------------------------------------------------------------------------------------- reduce
-
-// Grid: images * OUTS * PIXELS / V / 256 threads, rounded up.
-extern "C" __global__ void __launch_bounds__(256)
-sum_parts(const float* sums, const T* bias, T* out, i64 images) {
-    constexpr int V = gcd_of(4, gcd_of(OW, PITCH)), WORDS = V > 1 ? V / 2 : 1;
-    const i64 at = (blockIdx.x * (i64)256 + threadIdx.x) * V;
-    if (at >= images * OUTS * PIXELS) return;
-    const int pixel = at % PIXELS, channel = at / PIXELS % OUTS;
-    const i64 image = at / PIXELS / OUTS;
-    const int position = (pixel / (OH * OW) * PLANE_ROWS + pixel / OW % OH) * PITCH + pixel % OW;
-    sums += (image * (TILES_M * M) + channel) * TILES_N * N + position;
-    float total[V];
-    for (int e = 0; e < V; ++e) total[e] = HAS_BIAS ? to_float(bias[channel]) : 0;
-#pragma unroll
-    for (int part = 0; part < SPLIT; ++part) {
-        const auto found = *reinterpret_cast<const Vector<float, V>*>(
-            sums + part * images * (TILES_M * M) * TILES_N * N);
-        for (int e = 0; e < V; ++e) total[e] += found.at[e];
-    }
-    Vector<T, V> y;
-    for (int e = 0; e < V; ++e) round_to(y.at[e], total[e]);
-    if constexpr (V == 1) out[at] = y.at[0];
-    else {
-        Vector<u32, WORDS> words;
-        for (int e = 0; e < WORDS; ++e)
-            words.at[e] = bits_of(y.at[2 * e]) | bits_of(y.at[2 * e + 1]) << 16;
-        *reinterpret_cast<Vector<u32, WORDS>*>(out + at) = words;
     }
 }

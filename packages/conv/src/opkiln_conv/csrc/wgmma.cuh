@@ -48,6 +48,11 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
                  "r"(shared_address(barrier)) : "memory");
 }
 
+// A barrier of `threads` threads, other than number 0 which is __syncthreads'.
+template <int NUMBER>
+DEVICE void sync_some(u32 threads) {
+    asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "r"(threads) : "memory");
+}
 template <int REGISTERS>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
 template <int REGISTERS>
