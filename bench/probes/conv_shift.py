@@ -2,8 +2,8 @@
 
     python bench/probes/conv_shift.py --out DIR [--only SUBSTRING] [--budget SECONDS]
 
-Compiles all, then runs a worker process that writes a line to DIR/events.jsonl before and after each
-candidate. A fault of the device ends the worker; the next one goes on after the candidate that
+Compiles all, then runs a worker process that writes a line to DIR/events.jsonl before and after
+each candidate. A fault of the device ends the worker; the next one goes on after the candidate that
 faulted. A wrong candidate is looked into (which taps, channels, pixels) and timed all the same.
 Prints a table. Beside each row's candidates: what ships, torch, and the pack kernel alone.
 """
@@ -16,12 +16,12 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import common
 import torch
-from conv import TOLERANCE, Row, read_rows
-
+from conv import TOLERANCE, Row, read_rows  # and puts the packages on the path
 from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln_conv import conv_plan, shift
@@ -224,20 +224,19 @@ def work(out: pathlib.Path, only: str) -> None:
                 patterns += 1
                 found |= {"pattern": pattern(row, t, tensors)}
             events.add(what="checked", row=key[0], name=key[1], **found)
-            calls[key[1]] = lambda launch=launch: launch(*tensors)
+            calls[key[1]] = partial(launch, *tensors)
             if f"pack, swizzle {t.swizzle}" not in calls:
                 calls[f"pack, swizzle {t.swizzle}"] = pack_alone(plan, tensors)
                 calls[f"all but pack, {key[1]}"] = without_pack(plan, tensors, call)
         if row.label.startswith("unit"):
             continue
-        from opkiln_conv.launch import prepare
+        from opkiln_conv.launch import prepare  # imports Triton, which the compiling need not
 
-        shipped = prepare(row.call(tensors))
-        calls["shipped: " + str(conv_plan.plan_for(row.call(tensors)).tiling)] = lambda: shipped(
-            *tensors
-        )
+        call = row.call(tensors)
+        shipped = f"shipped: {conv_plan.plan_for(call).tiling}"
+        calls[shipped] = partial(prepare(call), *tensors)
         formula = CATALOGUE[row.op].native or CATALOGUE[row.op].reference
-        calls["torch"] = lambda: formula(*tensors, **row.params)
+        calls["torch"] = partial(formula, *tensors, **row.params)
         for call in calls.values():
             call()
         torch.cuda.synchronize()
