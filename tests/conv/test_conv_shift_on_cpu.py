@@ -2,47 +2,32 @@
 
 import pytest
 import torch
+from conv.calls import BF16, F16, assert_right, call_of, call_of_row, cuobjdump, stacks
 from conv.on_cpu import Kernel
 from misc.on_cpu import needs_compiler
 from opkiln.device import cuda
-from opkiln.ops import CATALOGUE
-from opkiln.spec import Call
-from opkiln_conv import shift
+from opkiln_conv import conv_plan, shift, tilings
 from opkiln_conv.geometry import geometry_of
+from opkiln_conv.launch import prepare
 from opkiln_conv.shift import ShiftTiling
 
-F16, BF16 = torch.float16, torch.bfloat16
 PROGRAMS = 3  # of the emulated device: tiles come in turns
-
-
-def call_of(x, w, bias, padding=0, dilation=1, real=True):
-    n = x.ndim - 2
-    each = lambda v: v if isinstance(v, tuple) else (v,) * n  # noqa: E731
-    padding = tuple(p for p in each(padding) for _ in "ab")
-    params = dict(stride=(1,) * n, padding=padding, dilation=each(dilation))
-    params |= dict(groups=1, allow_tf32=False)
-    return Call.of(CATALOGUE[f"conv{n}d"], [x, w, bias], params, real=real)
 
 
 @pytest.fixture
 def emulated(monkeypatch):
+    """Every plan is a shift's, and opkiln.device.cuda has no GPU."""
     torch.manual_seed(0)
     monkeypatch.setattr(cuda, "load", Kernel)
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: PROGRAMS)
 
     def run(shape, weight, t, dtype=F16, bias=True, **window):
+        monkeypatch.setattr(conv_plan, "tuned", lambda *_: (t, "test"))
         x, w = torch.randn(shape).to(dtype), torch.randn(weight).to(dtype)
         b = torch.randn(weight[0]).to(dtype) if bias else None
         call = call_of(x, w, b, **window)
-        g = geometry_of(call)
-        assert shift.can_use(g, t)
-        got = shift.prepare(call, shift.plan_of(call, g, t, "test"))(x, w, b)
-        wide = [None if v is None else v.double() for v in (x, w, b)]
-        want = call.spec.reference(*wide, **vars(call.params))
-        tolerance = {F16: 2**-10, BF16: 2**-7}[dtype]
-        scale = float(want.square().mean().sqrt())
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale)
-        return got
+        assert shift.can_use(geometry_of(call), t)
+        assert_right(call, prepare(call)(x, w, b), x, w, b)
 
     return run
 
@@ -76,3 +61,58 @@ def test_against_float64(case, emulated):
 @needs_compiler
 def test_bf16_without_bias(emulated):
     emulated((1, 16, 6, 8), (64, 16, 3, 3), ShiftTiling(32, 16, wm=1), BF16, False, padding=1)
+
+
+@needs_compiler
+def test_bits_do_not_depend_on_the_batch(emulated, monkeypatch):
+    t, w = ShiftTiling(32, 16, wm=1, group=2, split=2, w_stages=9), torch.randn(64, 32, 3, 3).half()
+    monkeypatch.setattr(conv_plan, "tuned", lambda *_: (t, "test"))
+    x = torch.randn(3, 32, 2, 8).half()
+    whole, last = (prepare(call_of(part, w, None, padding=1))(part, w, None) for part in (x, x[2:]))
+    assert torch.equal(whole[2:], last)
+
+
+@pytest.mark.parametrize("reason, t, how", [
+    ("stride", ShiftTiling(64), dict(stride=2)),
+    ("sums in registers", ShiftTiling(256, nb=2), dict()),
+    ("shared memory", ShiftTiling(64, x_stages=8, w_stages=16), dict()),
+    ("cluster", ShiftTiling(64, split=9), dict()),
+    ("weights of two tiles", ShiftTiling(64, 16, wm=1, w_stages=0), dict()),
+], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
+def test_tilings_that_do_not_fit(reason, t, how):
+    x, w = torch.empty(1, 64, 9, 9, dtype=F16), torch.empty(128, 64, 3, 3, dtype=F16)
+    call = call_of(x, w, None, **({"padding": 1} | how))
+    assert not shift.can_use(geometry_of(call), t)
+    if not how:
+        fitting = ShiftTiling(64, 16, x_stages=1, w_stages=2)
+        assert shift.can_use(geometry_of(call), fitting)
+
+
+def test_table_falls_back_to_triton_without_the_compiler(monkeypatch):
+    x, w = torch.empty(1, 16, 4, 8, dtype=F16), torch.empty(64, 16, 3, 3, dtype=F16)
+    call = call_of(x, w, None, padding=1)
+    use = {"variant": "gather", "block_m": 16, "block_n": 16, "block_k": 16}
+    row = tilings.key_of(geometry_of(call)) | {"label": "row", "use": use}
+    row |= {"shift": dict(width=32, block=16, wm=1)}
+    monkeypatch.setattr(tilings, "tuning_rows", lambda: (row,))
+    assert conv_plan.plan_for(call).tiling.variant == "gather"
+    monkeypatch.setattr(cuda, "why_not", lambda device, extra: None)
+    assert conv_plan.plan_for(call).tiling == ShiftTiling(32, 16, wm=1)
+
+
+TABLE = {row["label"]: row for row in tilings.tuning_rows() if "shift" in row}
+
+
+@pytest.mark.skipif(not cuda.has_compiler(), reason="cuda-core is not installed")
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_tables_tilings_compile_to_wgmma_without_spills(row, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPKILN_CACHE", str(tmp_path / "cache"))
+    call = call_of_row(row)
+    g = geometry_of(call)
+    tiling, label = tilings.tuned(g, True)
+    assert (label, shift.can_use(g, tiling)) == (row["label"], True)
+    plan = shift.plan_of(call, g, tiling, label)
+    cubin = cuda.compile_cubin(shift.text_of(plan), "sm_90a", plan.macros)
+    assert stacks(cubin, tmp_path) == ["0", "0"]
+    code = cuobjdump("-sass", cubin, tmp_path)
+    assert "HGMMA.64x" in code and "UBLKCP" in code and "USETMAXREG.TRY_ALLOC" in code

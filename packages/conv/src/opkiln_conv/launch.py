@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from opkiln.device.triton import launcher
 
-from opkiln_conv import patch
+from opkiln_conv import patch, shift
 from opkiln_conv.channelwise import channelwise_kernel
 from opkiln_conv.conv_plan import ConvPlan, Pack, plan_for
 from opkiln_conv.gather import gather_kernel
 from opkiln_conv.packed import pack_kernel, packed_kernel
 from opkiln_conv.patch import PatchPlan
 from opkiln_conv.pointwise import pointwise_kernel
+from opkiln_conv.shift import ShiftPlan
 
 KERNELS = {
     "gather": gather_kernel,
@@ -75,6 +76,8 @@ def prepare(call: Any) -> Callable[..., torch.Tensor]:
     plan = plan_for(call)
     if isinstance(plan, PatchPlan):
         return patch.prepare(call, plan)
+    if isinstance(plan, ShiftPlan):
+        return shift.prepare(call, plan)
     fixed = (*plan.arguments, *plan.constexprs.values())
     kernel = KERNELS[plan.tiling.variant]
     run = launcher(kernel, (plan.grid, 1, 1), options_of(plan), fixed)

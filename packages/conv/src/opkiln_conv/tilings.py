@@ -10,6 +10,7 @@ from typing import Any
 
 from opkiln_conv.geometry import Geometry
 from opkiln_conv.patch import PatchTiling
+from opkiln_conv.shift import ShiftTiling
 
 ALIGN = 16  # elements: what packed rows of channels are multiples of
 PACKED_TAPS = 128  # taps of a tile that is turned at once
@@ -182,17 +183,19 @@ def key_of(g: Geometry) -> dict[str, Any]:
 
 
 def tuned(
-    g: Geometry, patches: bool, bias: bool = False
-) -> tuple[Tiling | PatchTiling, str] | None:
-    """The table's row for this geometry in its plain layout. patches: csrc/patch.cu may serve.
-    bias: the call has one, for which a row may have a tiling of its own.
+    g: Geometry, compiled: bool, bias: bool = False
+) -> tuple[Tiling | PatchTiling | ShiftTiling, str] | None:
+    """The table's row for this geometry in its plain layout. compiled: CUDA C++ may serve. bias:
+    the call has one, for which a row may have a tiling of its own.
     """
     if not (g.aligned and dense_input(g) and dense_weight(g)):
         return None
     key = key_of(g)
     for row in tuning_rows():
         if all(row[k] == v for k, v in key.items()):
-            if patches and "patch" in row:
+            if compiled and "shift" in row:
+                return ShiftTiling(**row["shift"]), row["label"]
+            if compiled and "patch" in row:
                 return PatchTiling(**row["patch"]), row["label"]
             return Tiling(**row["biased" if bias and "biased" in row else "use"]), row["label"]
     return None
