@@ -41,6 +41,7 @@ UNITS = {  # what is new in each: label, dtype, input, weight, window, tilings
     "lines": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6}, S(96, group=2)),
     "split": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6},
               S(96, group=2, split=3)),
+    "mates": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 1}, S(96, w_stages=3, mates=2)),
     "resident": ("bf16", (1, 32, 5, 9, 16), (64, 32, 3, 3, 3), {"p": 1},
                  S(64, 32, wm=1, group=1, w_stages=0)),
 }  # fmt: skip
@@ -55,9 +56,11 @@ CANDIDATES = {
     "highres-3x3-s1": both(
         S(192, w_stages=6), S(192, wm=1, w_stages=5), S(96, wm=1, mb=2, w_stages=5),
         S(192, 32, wm=1, x_stages=3, w_stages=12), S(192, wm=1, group=2, x_stages=3, w_stages=6),
-        S(256, w_stages=5),
+        S(256, w_stages=5), S(192, w_stages=6, mates=2),
     ),
-    "highres-3x3-s1-bias": both(S(192, w_stages=6), S(192, wm=1, w_stages=5)),
+    "highres-3x3-s1-bias": both(
+        S(192, w_stages=6), S(192, wm=1, w_stages=5), S(192, w_stages=6, mates=2)
+    ),
     "unet-encoder-k3-s1": both(
         S(256, 32, wm=1, group=1, w_stages=0), S(192, 32, wm=1, group=1, w_stages=0),
         S(128, 32, wm=1, group=1, x_stages=3, w_stages=0), S(256, 32, wm=1, group=1, w_stages=12),

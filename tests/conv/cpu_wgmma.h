@@ -35,6 +35,11 @@ inline void arrive(u64* at) {
     ++b.arrived;
     cpu::settle(b);
 }
+inline void arrive_at(u64* at, u32 rank) {
+    cpu::Mbarrier& b = cpu::mbarriers.at({&cpu::state.blocks[rank], peer(at, rank)});
+    ++b.arrived;
+    cpu::settle(b);
+}
 inline void arrive_expecting(u64* at, u32 bytes) {
     cpu::Mbarrier& b = cpu::mbarrier(at);
     b.bytes += bytes;
@@ -61,6 +66,14 @@ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* at) {
     std::memset(to, 0xff, bytes);
     cpu::mbarrier(at).copies.push_back(
         {static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes});
+}
+inline void copy_bulk_to_both(void* to, const void* from, u32 bytes, u64* at) {
+    for (u32 rank = 0; rank < 2; ++rank) {
+        unsigned char* there = peer(static_cast<unsigned char*>(to), rank);
+        std::memset(there, 0xff, bytes);
+        cpu::mbarriers.at({&cpu::state.blocks[rank], peer(at, rank)})
+            .copies.push_back({there, static_cast<const unsigned char*>(from), bytes});
+    }
 }
 template <int NUMBER>
 void sync_some(u32 threads) {

@@ -11,7 +11,7 @@ from opkiln_conv.geometry import geometry_of
 from opkiln_conv.launch import prepare
 from opkiln_conv.shift import ShiftTiling
 
-PROGRAMS = 3  # of the emulated device: tiles come in turns
+PROGRAMS = 5  # of the emulated device: tiles come in turns
 
 
 @pytest.fixture
@@ -47,6 +47,9 @@ CASES = {  # id: (input, weight, tiling, window)
     "3d-swizzled-32": ((1, 32, 3, 5, 8), (64, 32, 3, 3, 3),
                        ShiftTiling(48, 32, wm=1, group=1, swizzle=1), dict(padding=1)),
     "5x5-wide-no-padding": ((1, 16, 9, 20), (64, 16, 5, 5), ShiftTiling(32, 16, wm=1), dict()),
+    "mates": ((1, 128, 9, 10), (150, 128, 3, 3), ShiftTiling(32, mates=2), dict(padding=1)),
+    "mates-odd-lines": ((2, 32, 7, 10), (64, 32, 3, 3),
+                        ShiftTiling(16, 16, wm=1, group=2, mates=2), dict(padding=1)),
     "1d-many-products": ((1, 16, 70), (200, 16, 4), ShiftTiling(16, 16, nb=2, wm=2), dict()),
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ class ShiftTiling:
     x_stages: int = 2
     w_stages: int = 4
     split: int = 1
+    mates: int = 1
     swizzle: int = 0
     base: int = 0
 
@@ -76,7 +77,7 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
         for i in range(g.taps)
     ]
     m, n = 64 * t.mb * t.wm, t.width * t.nb * (2 // t.wm)
-    tiles_m, tiles_n = -(-g.group_outs // m), -(-positions // n)
+    tiles_m, tiles_n = -(-g.group_outs // m), -(-positions // (n * t.mates)) * t.mates
     each = g.taps // (1, g.kernel[0], g.kernel[0] * kh)[t.group]
     bases = [s // 8 * 8 for s in shifts[::each]]
     reach = max(s - b for s, b in zip(shifts[each - 1 :: each], bases, strict=True))
@@ -114,7 +115,7 @@ class ShiftPlan:
 def can_use(g: Geometry, t: ShiftTiling) -> bool:
     """Whether a tiling fits a geometry of plain tensors."""
     sizes, resident = sizes_of(g, t), not t.w_stages
-    whole = g.group_outs <= 64 * t.mb * t.wm and t.split == 1
+    whole = g.group_outs <= 64 * t.mb * t.wm and t.split == t.mates == 1
     return (
         g.groups == 1
         and g.itemsize == 2
@@ -124,6 +125,7 @@ def can_use(g: Geometry, t: ShiftTiling) -> bool:
         and min(g.padding) >= 0
         and t.mb * t.nb * t.width // 2 <= SUMS
         and t.split <= MAX_CLUSTER
+        and (t.split == 1 or t.mates == 1)
         and (whole or not resident)
         and sizes.shared <= SHARED_BYTES
         and sizes.pack_shared <= SHARED_BYTES
@@ -173,8 +175,11 @@ def kernels_of(plan: ShiftPlan, device: torch.device) -> tuple[Launch, Launch, i
     pack = load("pack").configure(
         (x_blocks + w_blocks, 1, 1), (PACK_THREADS, 1, 1), sizes.pack_shared
     )
-    programs = plan.work if t.split > 1 else min(plan.work, cuda.multiprocessors(device))
-    multiply = load("shift").configure((programs, 1, 1), (THREADS, 1, 1), sizes.shared, t.split)
+    at_once = cuda.multiprocessors(device) // t.mates * t.mates
+    programs = plan.work if t.split > 1 else min(plan.work, at_once)
+    multiply = load("shift").configure(
+        (programs, 1, 1), (THREADS, 1, 1), sizes.shared, t.split * t.mates
+    )
     return pack, multiply, x_blocks
 
 

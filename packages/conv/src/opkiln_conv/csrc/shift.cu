@@ -15,11 +15,11 @@
 // of 64 x WIDTH; one warp fetches patches, one weights, X_STAGES and W_STAGES ahead (0: all weights,
 // once). Taps of one group (GROUP 0: all, 1: of a depth, 2: of a line) share a patch; groups that lie
 // in the padding for the whole tile are not visited. The SPLIT CTAs of a cluster share a tile's blocks
-// and groups, and add up.
+// and groups, and add up. MATES 2: CTAs of two neighbouring tiles fetch each other's weights.
 //
 // Macros: T, CHANNELS, OUTS, HAS_BIAS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW,
 // kernel KD KH KW, padding PD PH PW, dilation DD DH DW; BLOCK, WM, MB, NB, WIDTH, GROUP, X_STAGES,
-// W_STAGES, SPLIT, SWIZZLE; BASE: sets the descriptors' base offset to that of the start;
+// W_STAGES, SPLIT, MATES, SWIZZLE; BASE: sets the descriptors' base offset to that of the start;
 // PACK_SHARED, SHARED: bytes.
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
@@ -31,7 +31,7 @@ constexpr int PITCH = max_of(max_of(OW, PW + IW), OW + (KW - 1) * DW - PW);
 constexpr int PLANE_ROWS = max_of(max_of(OH, PH + IH), OH + (KH - 1) * DH - PH);
 constexpr int PLANE = PLANE_ROWS * PITCH, PIXELS = OD * OH * OW;
 constexpr int POSITIONS = ((OD - 1) * PLANE_ROWS + OH - 1) * PITCH + OW;
-constexpr int TILES_M = (OUTS + M - 1) / M, TILES_N = (POSITIONS + N - 1) / N;
+constexpr int TILES_M = (OUTS + M - 1) / M, TILES_N = (POSITIONS + N * MATES - 1) / (N * MATES) * MATES;
 constexpr int GROUPS = GROUP == 0 ? 1 : GROUP == 1 ? KD : KD * KH, GROUP_TAPS = TAPS / GROUPS;
 
 // Rows from a position to the input under its tap.
@@ -66,7 +66,8 @@ static_assert(SHARED == 1024 + RINGS + STAGING + 8 * BARRIERS, "shift.py counts 
 static_assert(PITCH >= 8 && PLANE_ROWS > 0);
 static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64);
 static_assert(WIDTH % 8 == 0 && WIDTH <= 256 && CHANNELS % 8 == 0 && GROUPS <= 32);
-static_assert(!RESIDENT || (TILES_M == 1 && SPLIT == 1));
+static_assert(!RESIDENT || (TILES_M == 1 && SPLIT == 1 && MATES == 1));
+static_assert(MATES == 1 || (MATES == 2 && SPLIT == 1));
 
 // ------------------------------------------------------------------------------------------- pack
 
@@ -180,11 +181,14 @@ DEVICE Tile tile_of(i64 work) {
     Tile t;
     t.part = work % SPLIT;
     work /= SPLIT;
+    const int mate = work % MATES;
+    work /= MATES;
     t.m = work % TILES_M;
     work /= TILES_M;
-    t.first = work % TILES_N * N;
-    t.image = work / TILES_N;
-    t.live = live_groups(t.first);
+    const int first = work % (TILES_N / MATES) * (N * MATES);
+    t.first = first + mate * N;
+    t.image = work / (TILES_N / MATES);
+    t.live = live_groups(first) | (MATES == 2 ? live_groups(first + N) : 0);
     return t;
 }
 
@@ -260,8 +264,13 @@ DEVICE void fetch_weights(const Pipes& p, const u16* wp, i64 work) {
                 const int slot = use % W_SLOTS;
                 if (use >= W_SLOTS) wait_phase(p.w_empty + slot, use / W_SLOTS - 1 & 1);
                 arrive_expecting(p.w_full + slot, W_BYTES);
-                const i64 from = ((i64)(block * TAPS + tap) * TILES_M + t.m) * (M * BLOCK);
-                copy_bulk(p.weights + slot * W_BYTES, wp + from, W_BYTES, p.w_full + slot);
+                const u16* from = wp + ((i64)(block * TAPS + tap) * TILES_M + t.m) * (M * BLOCK);
+                unsigned char* to = p.weights + slot * W_BYTES;
+                if constexpr (MATES == 1) copy_bulk(to, from, W_BYTES, p.w_full + slot);
+                else {  // half of them, to both
+                    const u32 at = cluster_rank() * (W_BYTES / 2);
+                    copy_bulk_to_both(to + at, from + at / 2, W_BYTES / 2, p.w_full + slot);
+                }
             }
         });
     }
@@ -279,6 +288,15 @@ DEVICE u64 operand(u32 memory, int row, int step) {
 }
 
 typedef float Sums[MB][NB][WIDTH / 2];
+
+// A warp is done with these weights: lane 0 tells its CTA, lane 1 the other one.
+DEVICE void free_weights(u64* empty) {
+    if constexpr (MATES == 1) {
+        if (threadIdx.x % 32 == 0) arrive(empty);
+    } else {
+        if (threadIdx.x % 32 < 2) arrive_at(empty, threadIdx.x % 32);
+    }
+}
 
 // Reads of the sums stay behind this.
 DEVICE void keep_in_place(Sums& acc) {
@@ -316,9 +334,9 @@ DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, 
                                 operand<PATCH>(patch, row + n * WIDTH, k));
             products_commit();
             products_wait<1>();  // all but this tap's are done: what they used is free
-            if (!first && leads) {
-                if (!RESIDENT) arrive(p.w_empty + (w_use - 1) % W_SLOTS);
-                if (j == 0) arrive(p.x_empty + (x_use - 1) % X_STAGES);
+            if (!first) {
+                if (!RESIDENT) free_weights(p.w_empty + (w_use - 1) % W_SLOTS);
+                if (j == 0 && leads) arrive(p.x_empty + (x_use - 1) % X_STAGES);
             }
             first = false;
             ++w_use;
@@ -327,10 +345,17 @@ DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, 
     });
     products_wait<0>();
     keep_in_place(acc);
-    if (!first && leads) {
-        if (!RESIDENT) arrive(p.w_empty + (w_use - 1) % W_SLOTS);
-        arrive(p.x_empty + (x_use - 1) % X_STAGES);
+    if (!first) {
+        if (!RESIDENT) free_weights(p.w_empty + (w_use - 1) % W_SLOTS);
+        if (leads) arrive(p.x_empty + (x_use - 1) % X_STAGES);
     }
+}
+
+// All warps of a cluster's CTAs that are still there.
+DEVICE void meet_cluster() {
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
 }
 
 // Outputs of an image that come before a position.
@@ -420,11 +445,6 @@ DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* 
     }
 }
 
-DEVICE void meet_cluster() {
-    cluster_arrive();
-    cluster_wait();
-}
-
 // A CTA's sums [M, SUM_PITCH], for its cluster to add.
 DEVICE void leave_sums(const Sums& acc, float* sums) {
     const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
@@ -485,20 +505,18 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, i64 images) {
         }
         for (int i = 0; i < (RESIDENT ? 1 : W_STAGES); ++i) {
             init_barrier(p.w_full + i, 1);
-            init_barrier(p.w_empty + i, 8);
+            init_barrier(p.w_empty + i, 8 * MATES);
         }
         publish_barriers();
     }
-    __syncthreads();
+    if constexpr (MATES == 1) __syncthreads();
+    else meet_cluster();
     if (threadIdx.x >= 256) {
         give_registers<40>();
         if (threadIdx.x == 256) fetch_patches(p, xp, work);
         if (threadIdx.x == 288) fetch_weights(p, wp, work);
-        if constexpr (SPLIT > 1) {
-            __syncwarp();
-            meet_cluster();
-            meet_cluster();
-        }
+        if constexpr (MATES * SPLIT > 1) meet_cluster();
+        if constexpr (SPLIT > 1) meet_cluster();
     } else {
         take_registers<232>();
         u32 x_use = 0, w_use = 0;
@@ -517,5 +535,6 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, i64 images) {
                 meet_cluster();  // others may still read the sums
             }
         }
+        if constexpr (MATES > 1) meet_cluster();  // the other may still send weights
     }
 }

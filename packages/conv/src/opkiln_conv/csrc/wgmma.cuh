@@ -13,9 +13,17 @@ DEVICE void init_barrier(u64* barrier, u32 count) {
                  : "memory");
 }
 // Makes them known to the copy engine; the CTA's other threads learn of them by __syncthreads.
-DEVICE void publish_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+}
 DEVICE void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+// At the same barrier of another CTA of the cluster.
+DEVICE void arrive_at(u64* barrier, u32 rank) {
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+                 :: "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 DEVICE void arrive_expecting(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
@@ -46,6 +54,13 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
                  "[%3];" :: "r"(shared_address(to)), "l"(from), "r"(bytes),
                  "r"(shared_address(barrier)) : "memory");
+}
+
+// The same to both CTAs of a cluster; they arrive at the barrier of each.
+DEVICE void copy_bulk_to_both(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" :: "r"(shared_address(to)), "l"(from),
+                 "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<u16>(3)) : "memory");
 }
 
 // A barrier of `threads` threads, other than number 0 which is __syncthreads'.
