@@ -73,13 +73,15 @@ CANDIDATES = {
         S(88, group=2, x_stages=3, w_stages=8, split=4),
         S(176, group=2, x_stages=3, w_stages=6, split=4),
     ),
-    "3d-unet-aspp-3x3x3-rate6": both(
-        S(128, group=2, x_stages=3, w_stages=6, split=2),
-        S(176, group=2, x_stages=3, w_stages=6, split=3),
-        S(256, group=2, x_stages=2, w_stages=6, split=4),
-        S(240, group=2, x_stages=2, w_stages=6, split=4),
-        S(64, group=2, x_stages=3, w_stages=8),
-    ),
+    "3d-unet-aspp-3x3x3-rate6": [
+        S(176, group=2, x_stages=3, w_stages=6, split=4),
+        S(176, group=2, x_stages=3, w_stages=6, split=8),
+        S(88, group=2, x_stages=3, w_stages=8, split=2),
+        S(88, group=2, x_stages=3, w_stages=8, split=4),
+        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=4),
+        S(176, group=2, x_stages=3, w_stages=6, split=3, swizzle=1),
+        S(256, group=2, x_stages=2, w_stages=6, split=4, swizzle=1),
+    ],
     "midres-5x5-s1": both(
         S(64, 32, x_stages=2, w_stages=8, split=2), S(32, w_stages=8, x_stages=1),
         S(64, wm=1, group=2, w_stages=8, split=4),

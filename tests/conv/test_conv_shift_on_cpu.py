@@ -50,6 +50,9 @@ CASES = {  # id: (input, weight, tiling, window)
     "mates": ((1, 128, 9, 10), (150, 128, 3, 3), ShiftTiling(32, mates=2), dict(padding=1)),
     "mates-odd-lines": ((2, 32, 7, 10), (64, 32, 3, 3),
                         ShiftTiling(16, 16, wm=1, group=2, mates=2), dict(padding=1)),
+    "3d-by-plane": ((1, 64, 4, 6, 6), (64, 64, 3, 3, 3),
+                    ShiftTiling(16, wm=1, group=2, split=2, w_stages=3),
+                    dict(padding=3, dilation=3)),
     "1d-many-products": ((1, 16, 70), (200, 16, 4), ShiftTiling(16, 16, nb=2, wm=2), dict()),
 }  # fmt: skip
 

@@ -77,7 +77,13 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
         for i in range(g.taps)
     ]
     m, n = 64 * t.mb * t.wm, t.width * t.nb * (2 // t.wm)
-    tiles_m, tiles_n = -(-g.group_outs // m), -(-positions // (n * t.mates)) * t.mates
+    of_plane, tiles_n = -(-((g.outs[1] - 1) * pitch + g.outs[2]) // n), -(-positions // n)
+    fits = not t.swizzle and of_plane * n <= lines * pitch
+    by_plane = fits and g.outs[0] * of_plane < tiles_n
+    tiles_n = g.outs[0] * of_plane if by_plane else tiles_n
+    tiles_m, tiles_n = -(-g.group_outs // m), -(-tiles_n // t.mates) * t.mates
+    last = (tiles_n - 1) // of_plane * lines * pitch + (tiles_n - 1) % of_plane * n
+    last = last if by_plane else (tiles_n - 1) * n
     each = g.taps // (1, g.kernel[0], g.kernel[0] * kh)[t.group]
     bases = [s // 8 * 8 for s in shifts[::each]]
     reach = max(s - b for s, b in zip(shifts[each - 1 :: each], bases, strict=True))
@@ -91,7 +97,7 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
     return Sizes(
         blocks=blocks,
         tiles=tiles_m * tiles_n,
-        rows=(tiles_n - 1) * n + bases[-1] + patch,
+        rows=last + bases[-1] + patch,
         packed_weights=blocks * g.taps * tiles_m * m * t.block,
         pack_shared=max(PACK_ROWS * row_bytes, PACK_OUTS * (t.block * g.taps + 2) * 2),
         rings=rings,

@@ -31,7 +31,14 @@ constexpr int PITCH = max_of(max_of(OW, PW + IW), OW + (KW - 1) * DW - PW);
 constexpr int PLANE_ROWS = max_of(max_of(OH, PH + IH), OH + (KH - 1) * DH - PH);
 constexpr int PLANE = PLANE_ROWS * PITCH, PIXELS = OD * OH * OW;
 constexpr int POSITIONS = ((OD - 1) * PLANE_ROWS + OH - 1) * PITCH + OW;
-constexpr int TILES_M = (OUTS + M - 1) / M, TILES_N = (POSITIONS + N * MATES - 1) / (N * MATES) * MATES;
+constexpr int FLAT_TILES = (POSITIONS + N - 1) / N, OF_PLANE = ((OH - 1) * PITCH + OW + N - 1) / N;
+// Tiles start anew with each plane where that spares some.
+constexpr bool BY_PLANE = !SWIZZLE && OD * OF_PLANE < FLAT_TILES && OF_PLANE * N <= PLANE;
+constexpr int TILES_M = (OUTS + M - 1) / M;
+constexpr int TILES_N = ((BY_PLANE ? OD * OF_PLANE : FLAT_TILES) + MATES - 1) / MATES * MATES;
+DEVICE constexpr int first_of(int tile) {
+    return BY_PLANE ? tile / OF_PLANE * PLANE + tile % OF_PLANE * N : tile * N;
+}
 constexpr int GROUPS = GROUP == 0 ? 1 : GROUP == 1 ? KD : KD * KH, GROUP_TAPS = TAPS / GROUPS;
 
 // Rows from a position to the input under its tap.
@@ -47,7 +54,7 @@ DEVICE constexpr int longest_reach() {
     return reach;
 }
 constexpr int PATCH = (N + longest_reach() + 7) / 8 * 8;  // rows
-constexpr int ROWS = (TILES_N - 1) * N + base_of(GROUPS - 1) + PATCH;
+constexpr int ROWS = first_of(TILES_N - 1) + base_of(GROUPS - 1) + PATCH;
 
 constexpr int ROW_BYTES = 2 * BLOCK, STEPS = BLOCK / 16;
 constexpr int PATCH_BYTES = PATCH * ROW_BYTES, W_BYTES = M * ROW_BYTES;
@@ -185,10 +192,10 @@ DEVICE Tile tile_of(i64 work) {
     work /= MATES;
     t.m = work % TILES_M;
     work /= TILES_M;
-    const int first = work % (TILES_N / MATES) * (N * MATES);
-    t.first = first + mate * N;
+    const int n = work % (TILES_N / MATES) * MATES;
+    t.first = first_of(n + mate);
     t.image = work / (TILES_N / MATES);
-    t.live = live_groups(first) | (MATES == 2 ? live_groups(first + N) : 0);
+    t.live = live_groups(first_of(n)) | (MATES == 2 ? live_groups(first_of(n + 1)) : 0);
     return t;
 }
 
