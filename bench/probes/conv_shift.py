@@ -58,9 +58,6 @@ CANDIDATES = {
         S(192, 32, wm=1, x_stages=3, w_stages=12), S(192, wm=1, group=2, x_stages=3, w_stages=6),
         S(256, w_stages=5), S(192, w_stages=6, mates=2),
     ),
-    "highres-3x3-s1-bias": both(
-        S(192, w_stages=6), S(192, wm=1, w_stages=5), S(192, w_stages=6, mates=2)
-    ),
     "unet-encoder-k3-s1": both(
         S(256, 32, wm=1, group=1, w_stages=0), S(192, 32, wm=1, group=1, w_stages=0),
         S(128, 32, wm=1, group=1, x_stages=3, w_stages=0), S(256, 32, wm=1, group=1, w_stages=12),
@@ -82,6 +79,9 @@ CANDIDATES = {
         S(176, group=2, x_stages=3, w_stages=6, split=3, swizzle=1),
         S(256, group=2, x_stages=2, w_stages=6, split=4, swizzle=1),
     ],
+    "highres-3x3-s1-bias": both(
+        S(192, w_stages=6), S(192, wm=1, w_stages=5), S(192, w_stages=6, mates=2)
+    ),
     "midres-5x5-s1": both(
         S(64, 32, x_stages=2, w_stages=8, split=2), S(32, w_stages=8, x_stages=1),
         S(64, wm=1, group=2, w_stages=8, split=4),
@@ -92,16 +92,12 @@ CANDIDATES = {
 
 
 def rows_of(only: str) -> list[tuple[Row, list[S]]]:
-    found = []
-    for row in read_rows(""):
-        if only in row.label and row.label in CANDIDATES:
-            g = row.geometry()
-            found.append((row, [t for t in CANDIDATES[row.label] if fits(g, t)]))
-    return found
-
-
-def fits(g: Any, t: S) -> bool:
-    return shift.can_use(g, t)
+    rows = {row.label: row for row in read_rows("")}
+    return [
+        (rows[label], [t for t in found if shift.can_use(rows[label].geometry(), t)])
+        for label, found in CANDIDATES.items()
+        if only in label
+    ]
 
 
 def units(only: str) -> list[tuple[Row, list[S]]]:
