@@ -222,6 +222,31 @@ def convs() -> Iterator[Case]:
     yield "conv1d", lambda: F.conv1d(x, w, None, 1, 1, **given)
     y, v = on_gpu(1, 32, 4, 16, 16), on_gpu(64, 32, 3, 3, 3)
     yield "conv3d", lambda: F.conv3d(y, v, None, 1, 1, **given)
+    yield from shifts()
+
+
+def shifts() -> Iterator[Case]:
+    """csrc/shift.cu, which serves the table's heavy rows alone: alone, in clusters, in turns."""
+    from opkiln.ops import CATALOGUE
+    from opkiln.spec import Call
+    from opkiln_conv import shift
+    from opkiln_conv.geometry import geometry_of
+
+    params = {"stride": (1, 1), "padding": (6,) * 4, "dilation": (6, 6), "groups": 1}
+    x, w, b = on_gpu(9, 72, 30, 31), on_gpu(70, 72, 3, 3), on_gpu(70)
+    for tiling in (
+        {"width": 64, "wm": 1},
+        {"width": 64, "wm": 1, "swizzle": 1},
+        {"width": 96, "group": 2, "mates": 2},
+        {"width": 96, "group": 2, "split": 3},
+    ):
+
+        def run(tiling: dict[str, int] = tiling) -> Any:
+            call = Call.of(CATALOGUE["conv2d"], [x, w, b], params | {"allow_tf32": False})
+            plan = shift.plan_of(call, geometry_of(call), shift.ShiftTiling(**tiling), "case")
+            return shift.prepare(call, plan)(x, w, b)
+
+        yield f"shift {tiling}", run
 
 
 # A family's cases, its package, and which of the package's files hold its kernels.
