@@ -68,9 +68,7 @@ constexpr int RINGS = X_STAGES * X_STAGE + W_SLOTS * W_BYTES;
 constexpr int SUM_PITCH = N + (40 - N % 32) % 32;  // of partial sums: 8 modulo 32 banks
 static_assert(SPLIT == 1 || M * SUM_PITCH * 4 <= RINGS);
 constexpr int BARRIERS = 2 * X_STAGES + 2 * (RESIDENT ? 1 : W_STAGES);
-constexpr int VO = gcd_of(8, PIXELS);  // outputs of one store
 static_assert(SHARED == 1024 + RINGS + STAGING + 8 * BARRIERS, "shift.py counts so");
-static_assert(PITCH >= 8 && PLANE_ROWS > 0);
 static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64);
 static_assert(WIDTH % 8 == 0 && WIDTH <= 256 && CHANNELS % 8 == 0 && GROUPS <= 32);
 static_assert(!RESIDENT || (TILES_M == 1 && SPLIT == 1 && MATES == 1));
@@ -100,19 +98,25 @@ DEVICE void pack_x(const u16* x, u16* xp, u16* tile, int index) {
     const i64 image = index / ROW_BLOCKS / BLOCKS;
     x += (image * CHANNELS + block * BLOCK) * (i64)(ID * IH * IW);
     xp += (image * BLOCKS + block) * (i64)ROWS * BLOCK;
+    constexpr int EVERY = PACK_THREADS / PACK_ROWS, COUNT = PIECES / EVERY;  // pieces of a thread
+    const int local = threadIdx.x % PACK_ROWS, row = first + local;
+    const int d = row / PLANE - PD, h = row % PLANE / PITCH - PH, w = row % PITCH - PW;
+    const bool some = d >= 0 && d < ID && h >= 0 && h < IH && w >= 0 && w < IW;
+    x += some ? (d * IH + h) * IW + w : 0;
+    u16 v[COUNT][8];  // all loads are under way before the first is waited for
 #pragma unroll
-    for (int i = threadIdx.x; i < PACK_ROWS * PIECES; i += PACK_THREADS) {
-        const int local = i % PACK_ROWS, piece = i / PACK_ROWS, row = first + local;
-        const int d = row / PLANE - PD, h = row % PLANE / PITCH - PH, w = row % PITCH - PW;
-        const bool some = d >= 0 && d < ID && h >= 0 && h < IH && w >= 0 && w < IW;
-        const int from = (d * IH + h) * IW + w;
-        u16 v[8];
+    for (int i = 0; i < COUNT; ++i)
 #pragma unroll
-        for (int c = 0; c < 8; ++c)
-            v[c] = some && block * BLOCK + piece * 8 + c < CHANNELS
-                       ? x[(piece * 8 + c) * (i64)(ID * IH * IW) + from] : 0;
-        if (SWIZZLE) put(tile + local * BLOCK + swizzled(row, piece) * 8, v);
-        else if (row < ROWS) put(xp + ((i64)piece * ROWS + row) * 8, v);
+        for (int c = 0; c < 8; ++c) {
+            const int channel = (threadIdx.x / PACK_ROWS + i * EVERY) * 8 + c;
+            const bool known = CHANNELS % BLOCK == 0 || block * BLOCK + channel < CHANNELS;
+            v[i][c] = some && known ? x[channel * (i64)(ID * IH * IW)] : 0;
+        }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int piece = threadIdx.x / PACK_ROWS + i * EVERY;
+        if (SWIZZLE) put(tile + local * BLOCK + swizzled(row, piece) * 8, v[i]);
+        else if (row < ROWS) put(xp + ((i64)piece * ROWS + row) * 8, v[i]);
     }
     if (!SWIZZLE) return;
     __syncthreads();
@@ -125,6 +129,7 @@ DEVICE void pack_x(const u16* x, u16* xp, u16* tile, int index) {
 DEVICE void pack_w(const u16* w, u16* wp, u16* tile, int index) {
     constexpr int EACH = BLOCK * TAPS / 8;
     const int block = index % BLOCKS, first = index / BLOCKS * PACK_OUTS;
+#pragma unroll 4
     for (int i = threadIdx.x; i < PACK_OUTS * EACH; i += PACK_THREADS) {
         const int o = i / EACH, k = i % EACH * 8;
         Vector<u32, 4> v = {};
@@ -365,13 +370,6 @@ DEVICE void meet_cluster() {
     cluster_wait();
 }
 
-// Outputs of an image that come before a position.
-DEVICE int outputs_before(int position) {
-    const int d = position / PLANE, h = position % PLANE / PITCH, w = position % PITCH;
-    if (d >= OD) return PIXELS;
-    return h >= OH ? (d + 1) * OH * OW : (d * OH + h) * OW + (w < OW ? w : OW);
-}
-
 // A position's coordinates, and the number of its output if it is one.
 struct Cursor { int d, h, w, out; };
 DEVICE Cursor cursor_at(int position) {
@@ -379,54 +377,26 @@ DEVICE Cursor cursor_at(int position) {
     return {d, h, w, (d * OH + h) * OW + w};
 }
 DEVICE bool is_output(const Cursor& c) { return c.w < OW && c.h < OH && c.d < OD; }
-template <int COUNT>
-DEVICE void advance(Cursor& c) {
-    static_assert(COUNT <= PITCH);
-    c.w += COUNT;
-    c.out += COUNT;
-    if (c.w < PITCH) return;
-    c.w -= PITCH;
-    c.out += OW - PITCH;
-    if (++c.h < PLANE_ROWS) return;
-    c.h = 0;
-    c.out += (OH - PLANE_ROWS) * OW;
-    ++c.d;
-}
-
-// A warp's 16 rows of PASS columns, from column `first` of a product: through shared memory, since
-// outputs lie closer than positions and at any alignment.
+// A warp's 16 rows of PASS columns of a product: through shared memory, so that lanes lie along the
+// pixels, by 2 bytes each, since outputs lie closer than positions and at any alignment.
 DEVICE void store_pass(const float* acc, T* staging, T* out, int position, int channel, float bias_low,
                        float bias_high) {
-    constexpr int VECTORS = PASS / VO + 1;
-    const int lane = threadIdx.x % 32, row = lane / 4;
-    const int begin = outputs_before(position), end = outputs_before(position + PASS);
-    const int base = begin / VO * VO;
-    Cursor c = cursor_at(position + lane % 4 * 2);
+    const int lane = threadIdx.x % 32;
+    u32* to = reinterpret_cast<u32*>(staging + lane / 4 * STAGED) + lane % 4;
 #pragma unroll
-    for (int j = 0; j < PASS / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            if (is_output(c)) {
-                T* to = staging + row * STAGED + c.out - base;
-                round_to(to[0], acc[j * 4 + e] + bias_low);
-                round_to(to[8 * STAGED], acc[j * 4 + 2 + e] + bias_high);
-            }
-            if (e == 0) advance<1>(c);
-            else advance<7>(c);
-        }
+    for (int j = 0; j < PASS / 8; ++j) {
+        to[j * 4] = rounded(acc[j * 4] + bias_low, acc[j * 4 + 1] + bias_low, T());
+        to[j * 4 + 4 * STAGED] = rounded(acc[j * 4 + 2] + bias_high, acc[j * 4 + 3] + bias_high, T());
+    }
     __syncwarp();
-    for (int i = lane; i < 16 * VECTORS; i += 32) {
-        const int r = i / VECTORS, at = base + i % VECTORS * VO;
-        if (at >= end || channel + r >= OUTS) continue;
-        const T* from = staging + r * STAGED + at - base;
-        T* to = out + (i64)r * PIXELS + at;
-        if (VO > 1 && at >= begin && at + VO <= end) {
-            constexpr int WORDS = VO > 1 ? VO / 2 : 1;
-            *reinterpret_cast<Vector<u32, WORDS>*>(to) = *reinterpret_cast<const Vector<u32, WORDS>*>(from);
-        } else {
-            for (int e = 0; e < VO; ++e)
-                if (at + e >= begin && at + e < end) to[e] = from[e];
-        }
+#pragma unroll
+    for (int column = lane; column < PASS; column += 32) {
+        const Cursor c = cursor_at(position + column);
+        if (!is_output(c)) continue;
+#pragma unroll
+        for (int r = 0; r < 16; ++r)
+            if (OUTS % M == 0 || channel + r < OUTS)
+                out[r * (i64)PIXELS + c.out] = staging[r * STAGED + column];
     }
     __syncwarp();
 }
