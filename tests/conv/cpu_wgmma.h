@@ -75,12 +75,16 @@ inline void copy_bulk_to_both(void* to, const void* from, u32 bytes, u64* at) {
             .copies.push_back({there, static_cast<const unsigned char*>(from), bytes});
     }
 }
-template <int NUMBER>
-void sync_some(u32 threads) {
-    static std::map<cpu::Block*, cpu::Barrier> barriers;
-    cpu::Barrier& b = barriers[cpu::state.self->block];
+inline cpu::Barrier& some(u32 number, u32 threads) {
+    static std::map<std::pair<cpu::Block*, u32>, cpu::Barrier> barriers;
+    cpu::Barrier& b = barriers[{cpu::state.self->block, number}];
     b.size = threads;
-    cpu::wait(b);
+    return b;
+}
+inline void sync_some(u32 number, u32 threads) { cpu::wait(some(number, threads)); }
+inline void arrive_some(u32 number, u32 threads) {
+    cpu::Barrier& b = some(number, threads);
+    if (++b.arrived == b.size) { b.arrived = 0; ++b.generation; }
 }
 template <int REGISTERS>
 void take_registers() {}

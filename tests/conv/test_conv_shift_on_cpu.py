@@ -53,6 +53,15 @@ CASES = {  # id: (input, weight, tiling, window)
     "3d-by-plane": ((1, 64, 4, 6, 6), (64, 64, 3, 3, 3),
                     ShiftTiling(16, wm=1, group=2, split=2, w_stages=3),
                     dict(padding=3, dilation=3)),
+    "alternate": ((3, 72, 9, 10), (150, 72, 3, 3),
+                  ShiftTiling(16, wm=1, mb=2, x_stages=3, w_stages=2, alternate=1),
+                  dict(padding=1)),
+    "alternate-lines": ((2, 16, 12, 12), (64, 16, 3, 3),
+                        ShiftTiling(24, 16, wm=1, nb=2, group=2, alternate=1, swizzle=1),
+                        dict(padding=6, dilation=6)),
+    "alternate-resident": ((1, 32, 3, 5, 16), (64, 32, 3, 3, 3),
+                           ShiftTiling(24, 32, wm=1, group=1, w_stages=0, alternate=1, swizzle=1),
+                           dict(padding=1)),
     "1d-many-products": ((1, 16, 70), (200, 16, 4), ShiftTiling(16, 16, nb=2, wm=2), dict()),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from opkiln_conv.sources import read
 EXTRA = "opkiln-conv[cu13]"
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 SHARED_BYTES = 227 * 1024  # of a CTA
-SUMS = 128  # registers of a consumer thread that hold sums
+SUMS, SUMS_ALONE = 128, 192  # registers of a thread that hold sums; of a whole tile
 PACK_ROWS, PACK_OUTS, PACK_THREADS = 128, 8, 256
 MAX_CLUSTER = 8
 THREADS = 384  # two warpgroups that multiply, one that fetches
@@ -36,6 +36,7 @@ class ShiftTiling:
     w_stages: int = 4
     split: int = 1
     mates: int = 1
+    alternate: int = 0
     swizzle: int = 0
     base: int = 0
 
@@ -76,7 +77,7 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
         (i // (kh * kw) * dd * lines + i // kw % kh * dh) * pitch + i % kw * dw
         for i in range(g.taps)
     ]
-    m, n = 64 * t.mb * t.wm, t.width * t.nb * (2 // t.wm)
+    m, n = 64 * t.mb * t.wm, t.width * t.nb * ((1 if t.alternate else 2) // t.wm)
     of_plane, tiles_n = -(-((g.outs[1] - 1) * pitch + g.outs[2]) // n), -(-positions // n)
     fits = not t.swizzle and of_plane * n <= lines * pitch
     by_plane = fits and g.outs[0] * of_plane < tiles_n
@@ -129,7 +130,8 @@ def can_use(g: Geometry, t: ShiftTiling) -> bool:
         and g.out_strides[2] == 1
         and g.of_group % 8 == 0
         and min(g.padding) >= 0
-        and t.mb * t.nb * t.width // 2 <= SUMS
+        and t.mb * t.nb * t.width // 2 <= (SUMS_ALONE if t.alternate else SUMS)
+        and not (t.alternate and (t.wm > 1 or t.split > 1))
         and t.split <= MAX_CLUSTER
         and (t.split == 1 or t.mates == 1)
         and (whole or not resident)

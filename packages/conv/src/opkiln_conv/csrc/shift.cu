@@ -13,20 +13,22 @@
 // A tile is M outputs x N positions: rows of the padded grid, outputs or not (its padding columns are
 // computed and dropped). Two warpgroups multiply, WM of them along the outputs, each MB x NB products
 // of 64 x WIDTH; one warp fetches patches, one weights, X_STAGES and W_STAGES ahead (0: all weights,
-// once). Taps of one group (GROUP 0: all, 1: of a depth, 2: of a line) share a patch; groups that lie
+// once). ALTERNATE: each takes every second tile alone, so that one
+// stores while the other multiplies. Taps of one group (GROUP 0: all, 1: of a depth, 2: of a line) share a patch; groups that lie
 // in the padding for the whole tile are not visited. The SPLIT CTAs of a cluster share a tile's blocks
 // and groups, and add up. MATES 2: CTAs of two neighbouring tiles fetch each other's weights.
 //
 // Macros: T, CHANNELS, OUTS, HAS_BIAS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW,
 // kernel KD KH KW, padding PD PH PW, dilation DD DH DW; BLOCK, WM, MB, NB, WIDTH, GROUP, X_STAGES,
-// W_STAGES, SPLIT, MATES, SWIZZLE; BASE: sets the descriptors' base offset to that of the start;
+// W_STAGES, SPLIT, MATES, ALTERNATE, SWIZZLE; BASE: sets the descriptors' base offset to that of the start;
 // PACK_SHARED, SHARED: bytes.
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 DEVICE constexpr int gcd_of(int a, int b) { return b ? gcd_of(b, a % b) : a; }
 
 constexpr int TAPS = KD * KH * KW, BLOCKS = (CHANNELS + BLOCK - 1) / BLOCK, PIECES = BLOCK / 8;
-constexpr int WN = 2 / WM, M = 64 * MB * WM, N = WIDTH * NB * WN;
+constexpr int WN = (ALTERNATE ? 1 : 2) / WM, M = 64 * MB * WM, N = WIDTH * NB * WN;
+constexpr int TILE_WARPS = ALTERNATE ? 4 : 8;  // that multiply for a tile
 constexpr int PITCH = max_of(max_of(OW, PW + IW), OW + (KW - 1) * DW - PW);
 constexpr int PLANE_ROWS = max_of(max_of(OH, PH + IH), OH + (KH - 1) * DH - PH);
 constexpr int PLANE = PLANE_ROWS * PITCH, PIXELS = OD * OH * OW;
@@ -73,6 +75,7 @@ static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64);
 static_assert(WIDTH % 8 == 0 && WIDTH <= 256 && CHANNELS % 8 == 0 && GROUPS <= 32);
 static_assert(!RESIDENT || (TILES_M == 1 && SPLIT == 1 && MATES == 1));
 static_assert(MATES == 1 || (MATES == 2 && SPLIT == 1));
+static_assert(!ALTERNATE || (WM == 1 && SPLIT == 1));
 
 // ------------------------------------------------------------------------------------------- pack
 
@@ -301,6 +304,9 @@ DEVICE u64 operand(u32 memory, int row, int step) {
 
 typedef float Sums[MB][NB][WIDTH / 2];
 
+// Among those that share a tile.
+DEVICE int warpgroup() { return ALTERNATE ? 0 : threadIdx.x / 128; }
+
 // A warp is done with these weights: lane 0 tells its CTA, lane 1 the other one.
 DEVICE void free_weights(u64* empty) {
     if constexpr (MATES == 1) {
@@ -321,8 +327,10 @@ DEVICE void keep_in_place(Sums& acc) {
 }
 
 // The products of one tile. x_use, w_use: patches and weights that this CTA has used before it.
-DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, u32& w_use) {
-    const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
+// issued() is called once all are under way.
+template <typename F>
+DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, u32& w_use, F issued) {
+    const int group_m = warpgroup() % WM, group_n = warpgroup() / WM;
     const bool leads = threadIdx.x % 32 == 0;
     const u32 patches = shared_address(p.patches), weights = shared_address(p.weights);
     bool first = true;
@@ -355,6 +363,7 @@ DEVICE void multiply_tile(Sums& acc, const Pipes& p, const Tile& t, u32& x_use, 
         }
         ++x_use;
     });
+    issued();
     products_wait<0>();
     keep_in_place(acc);
     if (!first) {
@@ -402,7 +411,7 @@ DEVICE void store_pass(const float* acc, T* staging, T* out, int position, int c
 }
 
 DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* bias, T* out) {
-    const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
+    const int group_m = warpgroup() % WM, group_n = warpgroup() / WM;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     T* staging = reinterpret_cast<T*>(p.staging) + warp * 16 * STAGED;
 #pragma unroll
@@ -424,7 +433,7 @@ DEVICE void store_tile(const Sums& acc, const Pipes& p, const Tile& t, const T* 
 
 // A CTA's sums [M, SUM_PITCH], for its cluster to add.
 DEVICE void leave_sums(const Sums& acc, float* sums) {
-    const int group_m = threadIdx.x / 128 % WM, group_n = threadIdx.x / 128 / WM;
+    const int group_m = warpgroup() % WM, group_n = warpgroup() / WM;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < MB; ++m)
@@ -478,11 +487,11 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, i64 images) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < X_STAGES; ++i) {
             init_barrier(p.x_full + i, 1);
-            init_barrier(p.x_empty + i, 8);
+            init_barrier(p.x_empty + i, TILE_WARPS);
         }
         for (int i = 0; i < (RESIDENT ? 1 : W_STAGES); ++i) {
             init_barrier(p.w_full + i, 1);
-            init_barrier(p.w_empty + i, 8 * MATES);
+            init_barrier(p.w_empty + i, TILE_WARPS * MATES);
         }
         publish_barriers();
     }
@@ -498,14 +507,24 @@ shift(const u16* xp, const u16* wp, const T* bias, T* out, i64 images) {
         take_registers<232>();
         u32 x_use = 0, w_use = 0;
         if (RESIDENT) wait_phase(p.w_full, 0);
-        for (i64 i = blockIdx.x; i < work; i += gridDim.x) {
+        u32 turn = 0;
+        for (i64 i = blockIdx.x; i < work; i += gridDim.x, ++turn) {
             const Tile t = tile_of(i);
+            if (ALTERNATE && turn % 2 != threadIdx.x / 128) {  // the other warpgroup's
+                x_use += BLOCKS * __popc(t.live);
+                w_use += BLOCKS * __popc(t.live) * GROUP_TAPS;
+                continue;
+            }
+            // Only one at a time waits for patches: a phase that is two ahead would look over.
+            if (ALTERNATE && turn > 0) sync_some(2 + turn % 2, 256);
             Sums acc = {};
-            multiply_tile(acc, p, t, x_use, w_use);
+            multiply_tile(acc, p, t, x_use, w_use, [&] {
+                if (ALTERNATE && i + gridDim.x < work) arrive_some(2 + (turn + 1) % 2, 256);
+            });
             if constexpr (SPLIT == 1) store_tile(acc, p, t, bias, out);
             else {  // one tile a CTA, so that its patches and weights are done with
                 float* sums = reinterpret_cast<float*>(p.patches);
-                sync_some<1>(256);
+                sync_some(1, 256);
                 leave_sums(acc, sums);
                 meet_cluster();
                 add_sums(sums, t, bias, out);

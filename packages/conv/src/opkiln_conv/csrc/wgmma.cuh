@@ -63,10 +63,12 @@ DEVICE void copy_bulk_to_both(void* to, const void* from, u32 bytes, u64* barrie
                  "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<u16>(3)) : "memory");
 }
 
-// A barrier of `threads` threads, other than number 0 which is __syncthreads'.
-template <int NUMBER>
-DEVICE void sync_some(u32 threads) {
-    asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "r"(threads) : "memory");
+// Barriers of `threads` threads, other than number 0 which is __syncthreads'.
+DEVICE void sync_some(u32 number, u32 threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
+}
+DEVICE void arrive_some(u32 number, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
 template <int REGISTERS>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
