@@ -42,6 +42,10 @@ UNITS = {  # what is new in each: label, dtype, input, weight, window, tilings
     "split": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6},
               S(96, group=2, split=3)),
     "mates": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 1}, S(96, w_stages=3, mates=2)),
+    "by-plane": ("f16", (1, 64, 8, 16, 16), (64, 64, 3, 3, 3), {"p": 6, "d": 6},
+                 S(176, wm=1, group=2, w_stages=6, split=3)),
+    "alternate": ("f16", (3, 128, 56, 56), (256, 128, 3, 3), {"p": 1},
+                  S(96, wm=1, mb=2, w_stages=3, alternate=1)),
     "resident": ("bf16", (1, 32, 5, 9, 16), (64, 32, 3, 3, 3), {"p": 1},
                  S(64, 32, wm=1, group=1, w_stages=0)),
 }  # fmt: skip
@@ -53,42 +57,38 @@ def both(*tilings: S) -> list[S]:
 
 
 CANDIDATES = {
-    "highres-3x3-s1": both(
-        S(192, w_stages=6), S(192, wm=1, w_stages=5), S(96, wm=1, mb=2, w_stages=5),
-        S(192, 32, wm=1, x_stages=3, w_stages=12), S(192, wm=1, group=2, x_stages=3, w_stages=6),
-        S(256, w_stages=5), S(192, w_stages=6, mates=2),
-    ),
+    "highres-3x3-s1": [
+        *both(S(192, w_stages=6), S(192, wm=1, mb=2, w_stages=6, alternate=1)),
+        *both(S(192, wm=1, nb=2, w_stages=5, alternate=1)),
+        S(192, wm=1, group=2, x_stages=3, w_stages=6, swizzle=1),
+        S(192, wm=1, mb=2, group=2, x_stages=3, w_stages=6, alternate=1, swizzle=1),
+    ],
     "unet-encoder-k3-s1": both(
-        S(256, 32, wm=1, group=1, w_stages=0), S(192, 32, wm=1, group=1, w_stages=0),
-        S(128, 32, wm=1, group=1, x_stages=3, w_stages=0), S(256, 32, wm=1, group=1, w_stages=12),
-        S(256, 32, wm=1, group=2, x_stages=2, w_stages=0),
+        S(256, 32, wm=1, group=1, w_stages=0),
+        S(256, 32, wm=1, group=1, x_stages=3, w_stages=0, alternate=1),
+        S(192, 32, wm=1, nb=2, group=1, w_stages=0, alternate=1),
+        S(256, 32, wm=1, group=2, x_stages=4, w_stages=0, alternate=1),
     ),
-    "deeplabv3-aspp-3x3-rate12": both(
-        S(176, group=2, x_stages=3, w_stages=6, split=8),
-        S(88, wm=1, mb=2, group=2, x_stages=3, w_stages=6, split=8),
-        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=8),
-        S(88, group=2, x_stages=3, w_stages=8, split=4),
-        S(176, group=2, x_stages=3, w_stages=6, split=4),
-    ),
+    "deeplabv3-aspp-3x3-rate12": [
+        *both(S(176, group=2, x_stages=3, w_stages=6, split=7)),
+        S(208, group=2, x_stages=3, w_stages=5, split=8, swizzle=1),
+        S(176, group=2, x_stages=3, w_stages=6, split=6, swizzle=1),
+        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=7, swizzle=1),
+        S(128, group=2, x_stages=4, w_stages=7, split=5, swizzle=1),
+        S(256, group=2, x_stages=2, w_stages=6, split=8, swizzle=1),
+    ],
     "3d-unet-aspp-3x3x3-rate6": [
-        S(176, group=2, x_stages=3, w_stages=6, split=4),
-        S(176, group=2, x_stages=3, w_stages=6, split=8),
+        S(176, group=2, x_stages=3, w_stages=6, split=3),
+        S(176, group=2, x_stages=3, w_stages=6, split=2),
         S(88, group=2, x_stages=3, w_stages=8, split=2),
-        S(88, group=2, x_stages=3, w_stages=8, split=4),
-        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=4),
-        S(176, group=2, x_stages=3, w_stages=6, split=3, swizzle=1),
+        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=3),
         S(256, group=2, x_stages=2, w_stages=6, split=4, swizzle=1),
     ],
-    "highres-3x3-s1-bias": both(
-        S(192, w_stages=6), S(192, wm=1, w_stages=5), S(192, w_stages=6, mates=2)
-    ),
-    "midres-5x5-s1": both(
-        S(64, 32, x_stages=2, w_stages=8, split=2), S(32, w_stages=8, x_stages=1),
-        S(64, wm=1, group=2, w_stages=8, split=4),
-    ),
-    "resnet-3x3": both(S(64, wm=1, x_stages=1, w_stages=6), S(32, wm=1, x_stages=1, w_stages=6)),
-    "encodec-deep": both(S(64, wm=1, w_stages=8, split=2)),
-}  # fmt: skip
+    "highres-3x3-s1-bias": [
+        S(192, w_stages=6, swizzle=1),
+        S(192, wm=1, mb=2, w_stages=6, alternate=1, swizzle=1),
+    ],
+}
 
 
 def rows_of(only: str) -> list[tuple[Row, list[S]]]:
@@ -107,8 +107,7 @@ def units(only: str) -> list[tuple[Row, list[S]]]:
             continue
         options = tuple(f"{k}={v}" for k, v in how.items())
         row = Row(f"unit-{label}", dtype, shape, weight, 0.0, 0.0, (*options, "b=1"), bias=True)
-        swizzled = dataclasses.replace(t, swizzle=1)
-        found.append((row, [t, swizzled, dataclasses.replace(swizzled, base=1)]))
+        found.append((row, both(t)))
     return found
 
 

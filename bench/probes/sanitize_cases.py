@@ -239,6 +239,7 @@ def shifts() -> Iterator[Case]:
         {"width": 64, "wm": 1, "swizzle": 1},
         {"width": 96, "group": 2, "mates": 2},
         {"width": 96, "group": 2, "split": 3},
+        {"width": 64, "wm": 1, "mb": 2, "alternate": 1},
     ):
 
         def run(tiling: dict[str, int] = tiling) -> Any:

@@ -38,7 +38,6 @@ class ShiftTiling:
     mates: int = 1
     alternate: int = 0
     swizzle: int = 0
-    base: int = 0
 
 
 @dataclass(frozen=True, slots=True)

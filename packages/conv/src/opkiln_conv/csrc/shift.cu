@@ -20,8 +20,7 @@
 //
 // Macros: T, CHANNELS, OUTS, HAS_BIAS; of (depth, height, width) sizes ID IH IW, outputs OD OH OW,
 // kernel KD KH KW, padding PD PH PW, dilation DD DH DW; BLOCK, WM, MB, NB, WIDTH, GROUP, X_STAGES,
-// W_STAGES, SPLIT, MATES, ALTERNATE, SWIZZLE; BASE: sets the descriptors' base offset to that of the start;
-// PACK_SHARED, SHARED: bytes.
+// W_STAGES, SPLIT, MATES, ALTERNATE, SWIZZLE; PACK_SHARED, SHARED: bytes.
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 DEVICE constexpr int gcd_of(int a, int b) { return b ? gcd_of(b, a % b) : a; }
@@ -298,8 +297,7 @@ DEVICE u64 operand(u32 memory, int row, int step) {
     constexpr u64 BETWEEN_8 = SWIZZLE ? 8 * ROW_BYTES : 128, BETWEEN_PIECES = SWIZZLE ? 16 : OPERAND_ROWS * 16;
     constexpr u64 FIXED = LAYOUT << 62 | BETWEEN_8 / 16 << 32 | BETWEEN_PIECES / 16 << 16;
     const u32 start = memory + (SWIZZLE ? row * ROW_BYTES + step * 32 : (2 * step * OPERAND_ROWS + row) * 16);
-    const u64 base = BASE ? start / 128 % 8 : 0;
-    return FIXED | base << 49 | (start & 0x3ffff) / 16;
+    return FIXED | (start & 0x3ffff) / 16;  // base offset 0: patterns start at multiples of 1024
 }
 
 typedef float Sums[MB][NB][WIDTH / 2];
