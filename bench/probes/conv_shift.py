@@ -1,11 +1,13 @@
 """Check and measure csrc/shift.cu: its arithmetic from one tile up, then its tilings on heavy rows.
 
     python bench/probes/conv_shift.py --out DIR [--only SUBSTRING] [--budget SECONDS]
+    python bench/probes/conv_shift.py --write-tuning DIR
 
 Compiles all, then runs a worker process that writes a line to DIR/events.jsonl before and after
 each candidate. A fault of the device ends the worker; the next one goes on after the candidate that
 faulted. A wrong candidate is looked into (which taps, channels, pixels) and timed all the same.
-Prints a table. Beside each row's candidates: what ships, torch, and the pack kernel alone.
+Prints a table; beside each candidate: what ships, torch, and the pack kernel alone. The second
+form puts the tilings that beat what ships into the tuning table.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from typing import Any
 
 import common
 import torch
-from conv import TOLERANCE, Row, read_rows  # and puts the packages on the path
+from conv import TOLERANCE, TUNING, Row, read_rows  # and puts the packages on the path
 from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln_conv import conv_plan, shift
@@ -126,10 +128,14 @@ def warm(task: tuple[Row, S]) -> dict[str, Any]:
     return {}
 
 
-def name_of(t: S) -> str:
+def changed(t: S) -> dict[str, int]:
+    """The fields of a tiling that are not at their default."""
     default = dataclasses.asdict(S(0))
-    changed = {k: v for k, v in dataclasses.asdict(t).items() if v != default[k]}
-    return " ".join(f"{k}{v}" for k, v in changed.items())
+    return {k: v for k, v in dataclasses.asdict(t).items() if v != default[k]}
+
+
+def name_of(t: S) -> str:
+    return " ".join(f"{k}{v}" for k, v in changed(t).items())
 
 
 def share_wrong(got: torch.Tensor, want: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -195,6 +201,8 @@ def work(out: pathlib.Path, only: str) -> None:
     started = {(e["row"], e["name"]) for e in seen if e["what"] == "start"}
     right = {(e["row"], e["name"]) for e in seen if e["what"] == "checked"}
     done = {e["row"] for e in seen if e["what"] == "timed"}
+    if not any(e["what"] == "provenance" for e in seen):
+        events.add(what="provenance", row="", name="", **common.provenance())
     torch.backends.cudnn.benchmark = True
     flush = common.flush_buffer()
     patterns = 0
@@ -223,7 +231,7 @@ def work(out: pathlib.Path, only: str) -> None:
             if found["wrong"] and patterns < 12:
                 patterns += 1
                 found |= {"pattern": pattern(row, t, tensors)}
-            events.add(what="checked", row=key[0], name=key[1], **found)
+            events.add(what="checked", row=key[0], name=key[1], tiling=changed(t), **found)
             calls[key[1]] = partial(launch, *tensors)
             if f"pack, swizzle {t.swizzle}" not in calls:
                 calls[f"pack, swizzle {t.swizzle}"] = pack_alone(plan, tensors)
@@ -282,13 +290,38 @@ def table(events: list[dict[str, Any]]) -> None:
             print(f"{e['row']:26s} {us:8.2f} {least:8.2f} {'WRONG ' if wrong else ''}{name}")
 
 
+def write_tuning(out: pathlib.Path) -> None:
+    """Rows where a right tiling was faster than what shipped get it, and its time."""
+    events = Events(out / "events.jsonl").all()
+    known = {(e["row"], e["name"]): e for e in events if e["what"] == "checked"}
+    (where,) = [e for e in events if e["what"] == "provenance"][:1]
+    table = json.loads(TUNING.read_text("utf-8"))
+    dtypes = {row.label: row.dtype for row in read_rows("")}
+    for e in events:
+        entry = next((r for r in table["rows"] if r["label"] == e["row"]), None)
+        if e["what"] != "timed" or entry is None:
+            continue
+        us = {name: median for name, (median, _) in e["us"].items()}
+        right = [n for n in us if known.get((e["row"], n), {"wrong": 1})["wrong"] == 0]
+        best = min(right, key=us.__getitem__)
+        if us[best] < min(v for n, v in us.items() if n.startswith("shipped")):
+            figure = {k: where[k] for k in ("gpu", "date", "commit")}
+            entry["shift"] = known[e["row"], best]["tiling"]
+            entry["shift_measured"] = figure | {"us": {dtypes[e["row"]]: round(us[best], 3)}}
+            print(e["row"], best, us[best])
+    common.write_json(TUNING, table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--write-tuning", type=pathlib.Path, metavar="DIR")
     parser.add_argument("--only", default="")
     parser.add_argument("--budget", type=float, default=55, help="seconds, compiling included")
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
+    if options.write_tuning:
+        return write_tuning(options.write_tuning)
     if options.worker:
         return work(options.out, options.only)
     start = time.monotonic()
