@@ -264,6 +264,8 @@ def write_tuning(results: pathlib.Path) -> None:
         us = {row.dtype: round(best["us"], 3)}
         entry = tilings.key_of(row.geometry()) | {"label": row.label, "use": best["use"]}
         entry |= {"measured": figure | {"us": us}}
+        before = entries.get(row.label, {})  # conv_shift.py's
+        entry |= {k: v for k, v in before.items() if k in ("shift", "shift_measured")}
         least = min(patches, key=lambda c: c["us"], default=best)
         if least["us"] < best["us"]:
             tiling = {k: v for k, v in least["use"].items() if k != "variant"}
