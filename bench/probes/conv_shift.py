@@ -32,64 +32,25 @@ from opkiln_conv.shift import ShiftTiling as S
 
 ITERATIONS = 15
 RESTARTS = 8
-UNITS = {  # what is new in each: label, dtype, input, weight, window, tilings
-    "one-tap": ("f16", (1, 64, 8, 8), (64, 64, 1, 1), {}, S(64, wm=1, w_stages=2)),
-    "two-groups": ("f16", (1, 64, 8, 16), (128, 64, 1, 1), {}, S(128, w_stages=2)),
-    "taps": ("f16", (1, 64, 8, 8), (128, 64, 3, 3), {"p": 1}, S(64, w_stages=2)),
-    "bf16": ("bf16", (1, 64, 8, 8), (128, 64, 3, 3), {"p": 1}, S(64, w_stages=2)),
-    "turns": ("f16", (2, 192, 56, 56), (200, 192, 3, 3), {"p": 1}, S(96, wm=1, w_stages=3)),
-    "block-32": ("f16", (1, 64, 8, 40), (64, 64, 3, 3), {"p": 1}, S(64, 32, wm=1)),
-    "block-16": ("f16", (1, 64, 8, 40), (64, 64, 3, 3), {"p": 1}, S(64, 16, wm=1)),
+UNITS = {  # what is new in each: label, dtype, input, weight, window, tiling
+    "one-tap": ("f16", (1, 64, 8, 8), (64, 64, 1, 1), {}, S(64, w_stages=2)),
+    "taps": ("f16", (1, 64, 8, 8), (128, 64, 3, 3), {"p": 1}, S(64, mb=2, w_stages=2)),
+    "bf16": ("bf16", (1, 64, 8, 8), (128, 64, 3, 3), {"p": 1}, S(64, mb=2, w_stages=2)),
+    "turns": ("f16", (3, 192, 56, 56), (200, 192, 3, 3), {"p": 1}, S(96, mb=2, w_stages=3)),
+    "block-32": ("f16", (1, 64, 8, 40), (64, 64, 3, 3), {"p": 1}, S(64, 32)),
+    "block-16": ("f16", (1, 64, 8, 40), (64, 64, 3, 3), {"p": 1}, S(64, 16)),
     "lines": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6}, S(96, group=2)),
-    "split": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 6, "d": 6},
-              S(96, group=2, split=3)),
-    "mates": ("f16", (1, 128, 24, 24), (128, 128, 3, 3), {"p": 1}, S(96, w_stages=3, mates=2)),
-    "by-plane": ("f16", (1, 64, 8, 16, 16), (64, 64, 3, 3, 3), {"p": 6, "d": 6},
-                 S(176, wm=1, group=2, w_stages=6, split=3)),
-    "alternate": ("f16", (3, 128, 56, 56), (256, 128, 3, 3), {"p": 1},
-                  S(96, wm=1, mb=2, w_stages=3, alternate=1)),
     "resident": ("bf16", (1, 32, 5, 9, 16), (64, 32, 3, 3, 3), {"p": 1},
-                 S(64, 32, wm=1, group=1, w_stages=0)),
+                 S(64, 32, group=1, w_stages=0)),
 }  # fmt: skip
-
-
-def both(*tilings: S) -> list[S]:
-    """Each without swizzle, and with the swizzle that has base offset 0."""
-    return [dataclasses.replace(t, swizzle=s) for s in (0, 1) for t in tilings]
-
-
 CANDIDATES = {
-    "highres-3x3-s1": [
-        *both(S(192, w_stages=6), S(192, wm=1, mb=2, w_stages=6, alternate=1)),
-        *both(S(192, wm=1, nb=2, w_stages=5, alternate=1)),
-        S(192, wm=1, group=2, x_stages=3, w_stages=6, swizzle=1),
-        S(192, wm=1, mb=2, group=2, x_stages=3, w_stages=6, alternate=1, swizzle=1),
-    ],
-    "unet-encoder-k3-s1": both(
-        S(256, 32, wm=1, group=1, w_stages=0),
-        S(256, 32, wm=1, group=1, x_stages=3, w_stages=0, alternate=1),
-        S(192, 32, wm=1, nb=2, group=1, w_stages=0, alternate=1),
-        S(256, 32, wm=1, group=2, x_stages=4, w_stages=0, alternate=1),
-    ),
-    "deeplabv3-aspp-3x3-rate12": [
-        *both(S(176, group=2, x_stages=3, w_stages=6, split=7)),
-        S(208, group=2, x_stages=3, w_stages=5, split=8, swizzle=1),
-        S(176, group=2, x_stages=3, w_stages=6, split=6, swizzle=1),
-        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=7, swizzle=1),
-        S(128, group=2, x_stages=4, w_stages=7, split=5, swizzle=1),
-        S(256, group=2, x_stages=2, w_stages=6, split=8, swizzle=1),
-    ],
-    "3d-unet-aspp-3x3x3-rate6": [
-        S(176, group=2, x_stages=3, w_stages=6, split=3),
-        S(176, group=2, x_stages=3, w_stages=6, split=2),
-        S(88, group=2, x_stages=3, w_stages=8, split=2),
-        S(176, wm=1, group=2, x_stages=3, w_stages=8, split=3),
-        S(256, group=2, x_stages=2, w_stages=6, split=4, swizzle=1),
-    ],
-    "highres-3x3-s1-bias": [
-        S(192, w_stages=6, swizzle=1),
-        S(192, wm=1, mb=2, w_stages=6, alternate=1, swizzle=1),
-    ],
+    "highres-3x3-s1": [S(192, mb=2, w_stages=w) for w in (4, 5, 6)]
+    + [S(192, mb=2, group=2, x_stages=3, w_stages=6), S(256, w_stages=8)],
+    "highres-3x3-s1-bias": [S(192, mb=2, w_stages=6)],
+    "unet-encoder-k3-s1": [
+        S(256, 32, group=1, x_stages=x, w_stages=w) for x, w in ((2, 0), (3, 0), (3, 12))
+    ]
+    + [S(256, 32, group=2, x_stages=4, w_stages=0)],
 }
 
 
@@ -109,7 +70,7 @@ def units(only: str) -> list[tuple[Row, list[S]]]:
             continue
         options = tuple(f"{k}={v}" for k, v in how.items())
         row = Row(f"unit-{label}", dtype, shape, weight, 0.0, 0.0, (*options, "b=1"), bias=True)
-        found.append((row, both(t)))
+        found.append((row, [t]))
     return found
 
 
@@ -233,9 +194,10 @@ def work(out: pathlib.Path, only: str) -> None:
                 found |= {"pattern": pattern(row, t, tensors)}
             events.add(what="checked", row=key[0], name=key[1], tiling=changed(t), **found)
             calls[key[1]] = partial(launch, *tensors)
-            if f"pack, swizzle {t.swizzle}" not in calls:
-                calls[f"pack, swizzle {t.swizzle}"] = pack_alone(plan, tensors)
-                calls[f"all but pack, {key[1]}"] = without_pack(plan, tensors, call)
+            calls.setdefault("pack alone", pack_alone(plan, tensors))
+            calls.setdefault(
+                f"all but pack, {name_of(tilings[0])}", without_pack(plan, tensors, call)
+            )
         if row.label.startswith("unit"):
             continue
         from opkiln_conv.launch import prepare  # imports Triton, which the compiling need not
@@ -305,7 +267,7 @@ def write_tuning(out: pathlib.Path) -> None:
         right = [n for n in us if known.get((e["row"], n), {"wrong": 1})["wrong"] == 0]
         best = min(right, key=us.__getitem__)
         if us[best] < min(v for n, v in us.items() if n.startswith("shipped")):
-            figure = {k: where[k] for k in ("gpu", "date", "commit")}
+            figure = {k: where[k] for k in ("gpu", "date")} | {"commit": where["commit"][:12]}
             entry["shift"] = known[e["row"], best]["tiling"]
             entry["shift_measured"] = figure | {"us": {dtypes[e["row"]]: round(us[best], 3)}}
             print(e["row"], best, us[best])

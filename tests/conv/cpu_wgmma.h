@@ -35,11 +35,6 @@ inline void arrive(u64* at) {
     ++b.arrived;
     cpu::settle(b);
 }
-inline void arrive_at(u64* at, u32 rank) {
-    cpu::Mbarrier& b = cpu::mbarriers.at({&cpu::state.blocks[rank], peer(at, rank)});
-    ++b.arrived;
-    cpu::settle(b);
-}
 inline void arrive_expecting(u64* at, u32 bytes) {
     cpu::Mbarrier& b = cpu::mbarrier(at);
     b.bytes += bytes;
@@ -66,14 +61,6 @@ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* at) {
     std::memset(to, 0xff, bytes);
     cpu::mbarrier(at).copies.push_back(
         {static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes});
-}
-inline void copy_bulk_to_both(void* to, const void* from, u32 bytes, u64* at) {
-    for (u32 rank = 0; rank < 2; ++rank) {
-        unsigned char* there = peer(static_cast<unsigned char*>(to), rank);
-        std::memset(there, 0xff, bytes);
-        cpu::mbarriers.at({&cpu::state.blocks[rank], peer(at, rank)})
-            .copies.push_back({there, static_cast<const unsigned char*>(from), bytes});
-    }
 }
 inline cpu::Barrier& some(u32 number, u32 threads) {
     static std::map<std::pair<cpu::Block*, u32>, cpu::Barrier> barriers;
@@ -116,16 +103,13 @@ u32 rounded(float low, float high, T) {
 
 // Element (row, k) of an operand that a descriptor names, K innermost: PTX's canonical layouts.
 static float element(u64 descriptor, u32 row, u32 k) {
-    const u32 start = (descriptor & 0x3fff) * 16, leading = (descriptor >> 16 & 0x3fff) * 16;
+    const u32 start = (descriptor & 0x3fff) * 16;
     const u32 stride = (descriptor >> 32 & 0x3fff) * 16, layout = descriptor >> 62;
     if (descriptor >> 49 & 7) std::abort();  // a pattern starts elsewhere: not modelled
-    u32 at = start + row / 8 * stride;
-    if (layout == 0) at += row % 8 * 16 + k / 8 * leading + k % 8 * 2;
-    else {
-        const u32 pieces = layout == 1 ? 8 : layout == 2 ? 4 : 2;  // 16 bytes each, of a row
-        at += row % 8 * pieces * 16 + k * 2;
-        at ^= (at >> 7 & (pieces - 1)) << 4;
-    }
+    if (layout == 0) std::abort();  // without a swizzle: not used
+    const u32 pieces = layout == 1 ? 8 : layout == 2 ? 4 : 2;  // 16 bytes each, of a row
+    u32 at = start + row / 8 * stride + row % 8 * pieces * 16 + k * 2;
+    at ^= (at >> 7 & (pieces - 1)) << 4;
     const u32 base = shared_address(dynamic_shared());
     u16 bits;
     std::memcpy(&bits, dynamic_shared() + (at - base), 2);

@@ -1,5 +1,7 @@
 """csrc/shift.cu itself: run on the CPU against float64, and compiled for sm_90a."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conv.calls import BF16, F16, assert_right, call_of, call_of_row, cuobjdump, stacks
@@ -33,36 +35,15 @@ def emulated(monkeypatch):
 
 
 CASES = {  # id: (input, weight, tiling, window)
-    "one-tap": ((1, 64, 8, 8), (64, 64, 1, 1), ShiftTiling(32, wm=1), dict()),
-    "taps": ((1, 64, 6, 9), (128, 64, 3, 3), ShiftTiling(32, w_stages=2), dict(padding=1)),
-    "swizzled": ((1, 64, 6, 9), (128, 64, 3, 3), ShiftTiling(32, swizzle=1), dict(padding=1)),
-    "blocks-turns": ((2, 72, 9, 10), (70, 72, 3, 3), ShiftTiling(16, wm=1, x_stages=3),
-                     dict(padding=1)),
-    "lines-dilated": ((1, 16, 12, 12), (64, 16, 3, 3),
-                      ShiftTiling(48, 16, wm=1, group=2, split=1), dict(padding=6, dilation=6)),
-    "lines-split": ((1, 128, 12, 12), (128, 128, 3, 3), ShiftTiling(64, group=2, split=3),
-                    dict(padding=6, dilation=6)),
-    "3d-resident": ((1, 32, 3, 5, 8), (64, 32, 3, 3, 3),
-                    ShiftTiling(64, 32, wm=1, group=1, w_stages=0), dict(padding=1)),
-    "3d-swizzled-32": ((1, 32, 3, 5, 8), (64, 32, 3, 3, 3),
-                       ShiftTiling(48, 32, wm=1, group=1, swizzle=1), dict(padding=1)),
-    "5x5-wide-no-padding": ((1, 16, 9, 20), (64, 16, 5, 5), ShiftTiling(32, 16, wm=1), dict()),
-    "mates": ((1, 128, 9, 10), (150, 128, 3, 3), ShiftTiling(32, mates=2), dict(padding=1)),
-    "mates-odd-lines": ((2, 32, 7, 10), (64, 32, 3, 3),
-                        ShiftTiling(16, 16, wm=1, group=2, mates=2), dict(padding=1)),
-    "3d-by-plane": ((1, 64, 4, 6, 6), (64, 64, 3, 3, 3),
-                    ShiftTiling(16, wm=1, group=2, split=2, w_stages=3),
-                    dict(padding=3, dilation=3)),
-    "alternate": ((3, 72, 9, 10), (150, 72, 3, 3),
-                  ShiftTiling(16, wm=1, mb=2, x_stages=3, w_stages=2, alternate=1),
-                  dict(padding=1)),
-    "alternate-lines": ((2, 16, 12, 12), (64, 16, 3, 3),
-                        ShiftTiling(24, 16, wm=1, nb=2, group=2, alternate=1, swizzle=1),
-                        dict(padding=6, dilation=6)),
-    "alternate-resident": ((1, 32, 3, 5, 16), (64, 32, 3, 3, 3),
-                           ShiftTiling(24, 32, wm=1, group=1, w_stages=0, alternate=1, swizzle=1),
-                           dict(padding=1)),
-    "1d-many-products": ((1, 16, 70), (200, 16, 4), ShiftTiling(16, 16, nb=2, wm=2), dict()),
+    "taps": ((1, 64, 6, 9), (128, 64, 3, 3), ShiftTiling(64, mb=2, w_stages=2), dict(padding=1)),
+    "blocks-turns": ((3, 72, 9, 10), (150, 72, 3, 3),
+                     ShiftTiling(16, mb=2, x_stages=3, w_stages=2), dict(padding=1)),
+    "3d-resident": ((1, 32, 3, 5, 16), (64, 32, 3, 3, 3),
+                    ShiftTiling(24, 32, group=1, w_stages=0), dict(padding=1)),
+    "3d-dilated-lines": ((1, 64, 4, 6, 6), (64, 64, 3, 3, 3), ShiftTiling(16, group=2),
+                         dict(padding=3, dilation=3)),
+    "5x5-no-padding": ((1, 16, 9, 20), (64, 16, 5, 5), ShiftTiling(32, 16), dict()),
+    "1d-many-outputs": ((1, 16, 70), (200, 16, 4), ShiftTiling(16, 16), dict()),
 }  # fmt: skip
 
 
@@ -75,32 +56,36 @@ def test_against_float64(case, emulated):
 
 @needs_compiler
 def test_bf16_without_bias(emulated):
-    emulated((1, 16, 6, 8), (64, 16, 3, 3), ShiftTiling(32, 16, wm=1), BF16, False, padding=1)
+    emulated((1, 16, 6, 8), (64, 16, 3, 3), ShiftTiling(32, 16), BF16, False, padding=1)
 
 
 @needs_compiler
 def test_bits_do_not_depend_on_the_batch(emulated, monkeypatch):
-    t, w = ShiftTiling(32, 16, wm=1, group=2, split=2, w_stages=9), torch.randn(64, 32, 3, 3).half()
+    t, w = ShiftTiling(32, 16, group=2), torch.randn(64, 32, 3, 3).half()
     monkeypatch.setattr(conv_plan, "tuned", lambda *_: (t, "test"))
     x = torch.randn(3, 32, 2, 8).half()
     whole, last = (prepare(call_of(part, w, None, padding=1))(part, w, None) for part in (x, x[2:]))
     assert torch.equal(whole[2:], last)
 
 
+FITS = ShiftTiling(64, 16, x_stages=1, w_stages=2)
+
+
 @pytest.mark.parametrize("reason, t, how", [
-    ("stride", ShiftTiling(64), dict(stride=2)),
-    ("sums in registers", ShiftTiling(256, nb=2), dict()),
-    ("shared memory", ShiftTiling(64, x_stages=8, w_stages=16), dict()),
-    ("cluster", ShiftTiling(64, split=9), dict()),
-    ("weights of two tiles", ShiftTiling(64, 16, wm=1, w_stages=0), dict()),
+    ("stride", FITS, dict(stride=2)),
+    ("sums in registers", replace(FITS, width=256, mb=2), dict()),
+    ("shared memory", replace(FITS, x_stages=99), dict()),
+    ("weights of two tiles", replace(FITS, w_stages=0), dict()),
 ], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
 def test_tilings_that_do_not_fit(reason, t, how):
     x, w = torch.empty(1, 64, 9, 9, dtype=F16), torch.empty(128, 64, 3, 3, dtype=F16)
-    call = call_of(x, w, None, **({"padding": 1} | how))
-    assert not shift.can_use(geometry_of(call), t)
-    if not how:
-        fitting = ShiftTiling(64, 16, x_stages=1, w_stages=2)
-        assert shift.can_use(geometry_of(call), fitting)
+    assert not shift.can_use(geometry_of(call_of(x, w, None, padding=1, **how)), t)
+    assert shift.can_use(geometry_of(call_of(x, w, None, padding=1)), FITS)
+
+
+def test_channels_that_are_no_multiple_of_8_do_not_fit():
+    x, w = torch.empty(1, 12, 9, 9, dtype=F16), torch.empty(64, 12, 3, 3, dtype=F16)
+    assert not shift.can_use(geometry_of(call_of(x, w, None, padding=1)), FITS)
 
 
 def test_table_falls_back_to_triton_without_the_compiler(monkeypatch):
@@ -108,11 +93,11 @@ def test_table_falls_back_to_triton_without_the_compiler(monkeypatch):
     call = call_of(x, w, None, padding=1)
     use = {"variant": "gather", "block_m": 16, "block_n": 16, "block_k": 16}
     row = tilings.key_of(geometry_of(call)) | {"label": "row", "use": use}
-    row |= {"shift": dict(width=32, block=16, wm=1)}
+    row |= {"shift": dict(width=32, block=16)}
     monkeypatch.setattr(tilings, "tuning_rows", lambda: (row,))
     assert conv_plan.plan_for(call).tiling.variant == "gather"
     monkeypatch.setattr(cuda, "why_not", lambda device, extra: None)
-    assert conv_plan.plan_for(call).tiling == ShiftTiling(32, 16, wm=1)
+    assert conv_plan.plan_for(call).tiling == ShiftTiling(32, 16)
 
 
 TABLE = {row["label"]: row for row in tilings.tuning_rows() if "shift" in row}

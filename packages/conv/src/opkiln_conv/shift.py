@@ -16,41 +16,32 @@ from opkiln_conv.sources import read
 EXTRA = "opkiln-conv[cu13]"
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 SHARED_BYTES = 227 * 1024  # of a CTA
-SUMS, SUMS_ALONE = 128, 192  # registers of a thread that hold sums; of a whole tile
+SUMS = 192  # registers of a thread that hold sums
 PACK_ROWS, PACK_OUTS, PACK_THREADS = 128, 8, 256
-MAX_CLUSTER = 8
 THREADS = 384  # two warpgroups that multiply, one that fetches
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftTiling:
-    """See csrc/shift.cu."""
+    """See csrc/shift_pack.cu."""
 
     width: int
     block: int = 64
-    wm: int = 2
     mb: int = 1
-    nb: int = 1
     group: int = 0
     x_stages: int = 2
     w_stages: int = 4
-    split: int = 1
-    mates: int = 1
-    alternate: int = 0
-    swizzle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What csrc/shift.cu derives from the macros, of one image; bytes and rows."""
+    """What csrc/shift_pack.cu derives from the macros, of one image; bytes and rows."""
 
     blocks: int
     tiles: int
     rows: int
     packed_weights: int
     pack_shared: int
-    rings: int
-    sums: int
     shared: int
 
 
@@ -76,39 +67,30 @@ def sizes_of(g: Geometry, t: ShiftTiling) -> Sizes:
         (i // (kh * kw) * dd * lines + i // kw % kh * dh) * pitch + i % kw * dw
         for i in range(g.taps)
     ]
-    m, n = 64 * t.mb * t.wm, t.width * t.nb * ((1 if t.alternate else 2) // t.wm)
-    of_plane, tiles_n = -(-((g.outs[1] - 1) * pitch + g.outs[2]) // n), -(-positions // n)
-    fits = not t.swizzle and of_plane * n <= lines * pitch
-    by_plane = fits and g.outs[0] * of_plane < tiles_n
-    tiles_n = g.outs[0] * of_plane if by_plane else tiles_n
-    tiles_m, tiles_n = -(-g.group_outs // m), -(-tiles_n // t.mates) * t.mates
-    last = (tiles_n - 1) // of_plane * lines * pitch + (tiles_n - 1) % of_plane * n
-    last = last if by_plane else (tiles_n - 1) * n
+    m = 64 * t.mb
+    tiles_m, tiles_n = -(-g.group_outs // m), -(-positions // t.width)
     each = g.taps // (1, g.kernel[0], g.kernel[0] * kh)[t.group]
     bases = [s // 8 * 8 for s in shifts[::each]]
     reach = max(s - b for s, b in zip(shifts[each - 1 :: each], bases, strict=True))
-    patch = -(-(n + reach) // 8) * 8
+    patch = -(-(t.width + reach) // 8) * 8
     blocks, row_bytes = -(-g.of_group // t.block), 2 * t.block
     slots = t.w_stages or blocks * g.taps
-    pitch_of_sums = n + (40 - n % 32) % 32
     rings = t.x_stages * (-(-patch * row_bytes // 1024) * 1024) + slots * m * row_bytes
-    staging = 0 if t.split > 1 else 8 * 16 * (gcd(t.width, 64) + 8) * 2
+    staging = 8 * 16 * (gcd(t.width, 64) + 8) * 2
     barriers = 2 * t.x_stages + 2 * (t.w_stages or 1)
     return Sizes(
         blocks=blocks,
         tiles=tiles_m * tiles_n,
-        rows=last + bases[-1] + patch,
+        rows=(tiles_n - 1) * t.width + bases[-1] + patch,
         packed_weights=blocks * g.taps * tiles_m * m * t.block,
         pack_shared=max(PACK_ROWS * row_bytes, PACK_OUTS * (t.block * g.taps + 2) * 2),
-        rings=rings,
-        sums=4 * m * pitch_of_sums if t.split > 1 else 0,
         shared=1024 + rings + staging + 8 * barriers,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftPlan:
-    """The launches of a tiling. source: the label of the table's row; work: tiles times parts."""
+    """The launches of a tiling. source: the label of the table's row; work: tiles of all images."""
 
     tiling: ShiftTiling
     source: str
@@ -120,23 +102,16 @@ class ShiftPlan:
 
 def can_use(g: Geometry, t: ShiftTiling) -> bool:
     """Whether a tiling fits a geometry of plain tensors."""
-    sizes, resident = sizes_of(g, t), not t.w_stages
-    whole = g.group_outs <= 64 * t.mb * t.wm and t.split == t.mates == 1
+    sizes = sizes_of(g, t)
     return (
         g.groups == 1
         and g.itemsize == 2
         and max(g.stride) == 1
         and g.out_strides[2] == 1
         and g.of_group % 8 == 0
-        and min(g.padding) >= 0
-        and t.mb * t.nb * t.width // 2 <= (SUMS_ALONE if t.alternate else SUMS)
-        and not (t.alternate and (t.wm > 1 or t.split > 1))
-        and t.split <= MAX_CLUSTER
-        and (t.split == 1 or t.mates == 1)
-        and (whole or not resident)
-        and sizes.shared <= SHARED_BYTES
-        and sizes.pack_shared <= SHARED_BYTES
-        and sizes.sums <= sizes.rings
+        and t.mb * t.width // 2 <= SUMS
+        and (t.w_stages > 0 or g.group_outs <= 64 * t.mb)
+        and max(sizes.shared, sizes.pack_shared) <= SHARED_BYTES
     )
 
 
@@ -146,7 +121,7 @@ def plan_of(call: Any, g: Geometry, t: ShiftTiling, label: str) -> ShiftPlan:
     macros = window_of(g) | {k.upper(): v for k, v in asdict(t).items()}
     macros |= {"T": TYPES[dtype], "HAS_BIAS": int(bias is not None)}
     macros |= {"SHARED": sizes.shared, "PACK_SHARED": sizes.pack_shared}
-    return ShiftPlan(t, label, sizes, g.batch * sizes.tiles * t.split, g.batch, macros)
+    return ShiftPlan(t, label, sizes, g.batch * sizes.tiles, g.batch, macros)
 
 
 def product_of(width: int, dtype: str) -> str:
@@ -166,7 +141,8 @@ def product_of(width: int, dtype: str) -> str:
 def text_of(plan: ShiftPlan) -> str:
     """The translation unit of a plan."""
     product = product_of(plan.tiling.width, plan.macros["T"])
-    return read("device.cuh") + read("wgmma.cuh") + product + read("shift.cu")
+    before = read("device.cuh") + read("wgmma.cuh")
+    return before + product + read("shift_pack.cu") + read("shift.cu")
 
 
 Launch = Callable[..., None]
@@ -182,11 +158,8 @@ def kernels_of(plan: ShiftPlan, device: torch.device) -> tuple[Launch, Launch, i
     pack = load("pack").configure(
         (x_blocks + w_blocks, 1, 1), (PACK_THREADS, 1, 1), sizes.pack_shared
     )
-    at_once = cuda.multiprocessors(device) // t.mates * t.mates
-    programs = plan.work if t.split > 1 else min(plan.work, at_once)
-    multiply = load("shift").configure(
-        (programs, 1, 1), (THREADS, 1, 1), sizes.shared, t.split * t.mates
-    )
+    programs = min(plan.work, cuda.multiprocessors(device))
+    multiply = load("shift").configure((programs, 1, 1), (THREADS, 1, 1), sizes.shared)
     return pack, multiply, x_blocks
 
 

@@ -19,12 +19,6 @@ DEVICE void publish_barriers() {
 DEVICE void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
-// At the same barrier of another CTA of the cluster.
-DEVICE void arrive_at(u64* barrier, u32 rank) {
-    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
-                 :: "r"(shared_address(barrier)), "r"(rank) : "memory");
-}
 DEVICE void arrive_expecting(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -41,12 +35,12 @@ DEVICE bool phase_is_over(u64* barrier, u32 parity) {
                  : "memory");
     return over;
 }
-// Waits for the end of the phase of this parity; a wait of a second is a fault, not a hang.
+// Waits for the end of the phase of this parity; a wait of ten seconds is a fault, not a hang.
 DEVICE void wait_phase(u64* barrier, u32 parity) {
     if (phase_is_over(barrier, parity)) return;
     const u64 start = nanoseconds();
     while (!phase_is_over(barrier, parity))
-        if (nanoseconds() - start > 1000000000ull) asm volatile("trap;");
+        if (nanoseconds() - start > 10000000000ull) asm volatile("trap;");
 }
 
 // Copies a multiple of 16 bytes to shared memory; they arrive at the barrier.
@@ -54,13 +48,6 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
                  "[%3];" :: "r"(shared_address(to)), "l"(from), "r"(bytes),
                  "r"(shared_address(barrier)) : "memory");
-}
-
-// The same to both CTAs of a cluster; they arrive at the barrier of each.
-DEVICE void copy_bulk_to_both(void* to, const void* from, u32 bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" :: "r"(shared_address(to)), "l"(from),
-                 "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<u16>(3)) : "memory");
 }
 
 // Barriers of `threads` threads, other than number 0 which is __syncthreads'.
