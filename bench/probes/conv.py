@@ -264,8 +264,9 @@ def write_tuning(results: pathlib.Path) -> None:
         us = {row.dtype: round(best["us"], 3)}
         entry = tilings.key_of(row.geometry()) | {"label": row.label, "use": best["use"]}
         entry |= {"measured": figure | {"us": us}}
-        before = entries.get(row.label, {})  # conv_stem.py's
-        entry |= {k: v for k, v in before.items() if k in ("stem", "stem_measured")}
+        before = entries.get(row.label, {})  # conv_stem.py's, conv_shift.py's
+        kept = ("stem", "stem_measured", "shift", "shift_measured")
+        entry |= {k: v for k, v in before.items() if k in kept}
         least = min(patches, key=lambda c: c["us"], default=best)
         if least["us"] < best["us"]:
             tiling = {k: v for k, v in least["use"].items() if k != "variant"}

@@ -272,6 +272,29 @@ def stems() -> Iterator[Case]:
         yield f"stem {channels} {stride} {fields}", run
 
 
+def shifts() -> Iterator[Case]:
+    """csrc/shift.cu, which serves the table's heavy rows alone."""
+    from opkiln.ops import CATALOGUE
+    from opkiln.spec import Call
+    from opkiln_conv import shift
+    from opkiln_conv.geometry import geometry_of
+
+    params = {"stride": (1, 1), "padding": (6,) * 4, "dilation": (6, 6), "groups": 1}
+    x, w, b = on_gpu(9, 72, 30, 31), on_gpu(70, 72, 3, 3), on_gpu(70)
+    for tiling in (
+        {"width": 64},
+        {"width": 64, "mb": 2},
+        {"width": 96, "group": 2, "block": 32, "w_stages": 3},
+    ):
+
+        def run(tiling: dict[str, int] = tiling) -> Any:
+            call = Call.of(CATALOGUE["conv2d"], [x, w, b], params | {"allow_tf32": False})
+            plan = shift.plan_of(call, geometry_of(call), shift.ShiftTiling(**tiling), "case")
+            return shift.prepare(call, plan)(x, w, b)
+
+        yield f"shift {tiling}", run
+
+
 # A family's cases, its package, and which of the package's files hold its kernels.
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Case]], str, str]] = {
     "row_norm": (row_norms, "norm", "row_[!b]*"),
@@ -280,7 +303,8 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Case]], str, str]] = {
     "pool": (pools, "pool", "*"),
     "rope": (ropes, "rope", "*"),
     "misc": (misc, "misc", "*"),
-    "conv": (convs, "conv", "*"),
+    "conv": (convs, "conv", "[!s]*"),  # all but shift.cu
+    "shift": (shifts, "conv", "shift*"),
 }
 
 

@@ -1,4 +1,6 @@
-"""Stands in for opkiln.device.cuda: runs csrc/patch.cu on this machine's CPU, compiled by g++."""
+"""Stands in for opkiln.device.cuda: runs csrc/patch.cu and csrc/shift.cu on this machine's CPU,
+compiled by g++.
+"""
 
 import ctypes
 import hashlib
@@ -10,14 +12,18 @@ from typing import Any
 
 from misc.on_cpu import COMPILER, HEADER, RUN, as_bytes
 
-FRAGMENTS = Path(__file__).with_name("cpu_mma.h")
-MARK = "// Convolution of contiguous tensors"  # where device.cuh ends and patch.cu starts
+HERE = Path(__file__).parent
+MARKS = {  # headers: how the source that they serve begins, after what they stand for
+    ("cpu_mma.h",): "// Convolution of contiguous tensors",
+    ("cpu_mma.h", "cpu_wgmma.h"): "// Convolution of stride 1",
+}
 
 
 def build(source: str, name: str, macros: dict[str, Any]) -> Any:
     """The shared library, kept in the machine's temporary folder by what it was made from."""
-    headers = HEADER.read_text("utf-8") + FRAGMENTS.read_text("utf-8")
-    text = headers + source[source.index(MARK) :] + RUN.replace("KERNEL", name)
+    files, mark = next((f, m) for f, m in MARKS.items() if m in source)
+    headers = "".join(path.read_text("utf-8") for path in (HEADER, *(HERE / f for f in files)))
+    text = headers + source[source.index(mark) :] + RUN.replace("KERNEL", name)
     defines = [f"-D{k}={v}" for k, v in sorted(macros.items())]
     digest = hashlib.sha256("\0".join([text, *defines]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir(), f"opkiln-on-cpu-{os.getuid()}")
@@ -42,7 +48,7 @@ class Kernel:
     def __init__(self, source: str, name: str, device: Any, macros: dict[str, Any]) -> None:
         self.library = build(source, name, macros)
 
-    def configure(self, grid: Any, block: Any, shared_bytes: int, cluster: int) -> Any:
+    def configure(self, grid: Any, block: Any, shared_bytes: int = 0, cluster: int = 1) -> Any:
         def launch(*args: Any) -> None:
             raw = ctypes.c_char_p(b"".join(map(as_bytes, args)))
             self.library.run(*grid, block[0], ctypes.c_uint64(shared_bytes), cluster, raw)

@@ -1,29 +1,15 @@
 """csrc/patch.cu itself: run on the CPU against float64, and compiled for sm_90a."""
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from conv.calls import BF16, F16, assert_right, call_of, call_of_row, stacks
 from conv.on_cpu import Kernel
 from misc.on_cpu import needs_compiler
 from opkiln.device import cuda
-from opkiln.ops import CATALOGUE
-from opkiln.spec import Call
 from opkiln_conv import conv_plan, patch, tilings
 from opkiln_conv.geometry import geometry_of
 from opkiln_conv.launch import prepare
 from opkiln_conv.patch import PatchTiling
-
-F16, BF16 = torch.float16, torch.bfloat16
-
-
-def call_of(x, w, bias, stride=1, padding=0, dilation=1, groups=1, real=True):
-    n = x.ndim - 2
-    params = dict(stride=(stride,) * n, padding=(padding,) * 2 * n, dilation=(dilation,) * n)
-    params |= dict(groups=groups, allow_tf32=False)
-    return Call.of(CATALOGUE[f"conv{n}d"], [x, w, bias], params, real=real)
 
 
 @pytest.fixture
@@ -39,12 +25,7 @@ def emulated(monkeypatch):
         call = call_of(x, w, b, **window)
         assert patch.can_use(geometry_of(call), t)
         got = prepare(call)(x, w, b)
-        wide = [None if v is None else v.double() for v in (x, w, b)]
-        want = call.spec.reference(*wide, **vars(call.params))
-        tolerance = {F16: 2**-10, BF16: 2**-7}[dtype]
-        scale = float(want.square().mean().sqrt())
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale)
-        return got
+        assert_right(call, got, x, w, b)
 
     return run
 
@@ -127,26 +108,6 @@ def test_table_falls_back_to_triton_without_the_compiler(monkeypatch):
     assert conv_plan.plan_for(call).threads == 128
 
 
-def call_of_row(row, dtype=F16, bias=False):
-    """A call of one image that the table's row serves."""
-    shape = (1, row["groups"] * row["of_group"], *row["sizes"])
-    weight = (row["groups"] * row["group_outs"], row["of_group"], *row["kernel"])
-    x, w = (torch.empty(s, dtype=dtype, device="meta") for s in (shape, weight))
-    b = torch.empty(weight[0], dtype=dtype, device="meta") if bias else None
-    how = {k: tuple(row[k]) for k in ("stride", "dilation")} | {"groups": row["groups"]}
-    how |= dict(padding=tuple(p for p in row["padding"] for _ in "ab"), allow_tf32=False)
-    return Call.of(CATALOGUE["conv3d"], [x, w, b], how, real=False)
-
-
-def stack_of(name, macros, path):
-    """Bytes of the stack frame of csrc/`name`.cu, as cuobjdump says."""
-    path.write_bytes(cuda.compile_cubin(patch.source(name), "sm_90a", macros))
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
-    return re.findall(r"STACK:(\d+)", done.stdout)
-
-
 TABLE = {row["label"]: row for row in tilings.tuning_rows() if "patch" in row}
 
 
@@ -158,4 +119,5 @@ def test_tables_patches_compile_without_spills(row, tmp_path, monkeypatch):
     tiling, label = tilings.tuned(geometry_of(call), True)
     assert (label, patch.can_use(geometry_of(call), tiling)) == (row["label"], True)
     plan = patch.plan_of(call, geometry_of(call), tiling, label)
-    assert stack_of("patch", plan.macros, tmp_path / "patch.cubin") == ["0"]
+    cubin = cuda.compile_cubin(patch.source("patch"), "sm_90a", plan.macros)
+    assert stacks(cubin, tmp_path) == ["0"]

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from conv.calls import BF16, F16, assert_right, call_of, call_of_row, stacks
 from conv.on_cpu import Kernel
-from conv.test_conv_patch_on_cpu import BF16, F16, call_of, call_of_row, stack_of
 from misc.on_cpu import needs_compiler
 from opkiln.device import cuda
 from opkiln_conv import conv_plan, stem, tilings
 from opkiln_conv.geometry import geometry_of
 from opkiln_conv.launch import prepare
+from opkiln_conv.sources import source
 from opkiln_conv.stem import StemTiling
 
 
@@ -25,11 +26,7 @@ def emulated(monkeypatch):
         call = call_of(x, w, b, **window)
         assert stem.can_use(geometry_of(call), t)
         got = prepare(call)(x, w, b)
-        wide = [None if v is None else v.double() for v in (x, w, b)]
-        want = call.spec.reference(*wide, **vars(call.params))
-        tolerance = {F16: 2**-10, BF16: 2**-7}[dtype]
-        scale = float(want.square().mean().sqrt())
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale)
+        assert_right(call, got, x, w, b)
         return got
 
     return run
@@ -125,4 +122,5 @@ def test_tables_tilings_compile_without_spills(row, dtype, bias, tmp_path, monke
     tiling, label = tilings.tuned(geometry_of(call), True)
     assert (label, stem.can_use(geometry_of(call), tiling)) == (row["label"], True)
     plan = stem.plan_of(call, geometry_of(call), tiling, label)
-    assert stack_of("stem", plan.macros, tmp_path / "stem.cubin") == ["0"]
+    cubin = cuda.compile_cubin(source("stem"), "sm_90a", plan.macros)
+    assert stacks(cubin, tmp_path) == ["0"]

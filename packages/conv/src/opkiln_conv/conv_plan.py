@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from opkiln_conv import patch, stem
+from opkiln_conv import patch, shift, stem
 from opkiln_conv.geometry import Geometry, geometry_of
 from opkiln_conv.patch import PatchPlan, PatchTiling
+from opkiln_conv.shift import ShiftPlan, ShiftTiling
 from opkiln_conv.stem import StemPlan, StemTiling
 from opkiln_conv.tilings import (
     ALIGN,
@@ -66,7 +67,7 @@ def better_in_cudnn(call: Any) -> str:
     return "" if tuned(g, False) else slower_than_cudnn(g, rule(g))
 
 
-def plan_for(call: Any) -> ConvPlan | PatchPlan | StemPlan:
+def plan_for(call: Any) -> ConvPlan | PatchPlan | ShiftPlan | StemPlan:
     """The plan of a call of conv1d, conv2d or conv3d."""
     g, x = geometry_of(call), call.tensors.input
     tf32 = bool(call.params.allow_tf32)
@@ -78,6 +79,8 @@ def plan_for(call: Any) -> ConvPlan | PatchPlan | StemPlan:
     tiling, source = found or (rule(g, matrix_units), "rule")
     if isinstance(tiling, PatchTiling):
         return patch.plan_of(call, g, tiling, source)
+    if isinstance(tiling, ShiftTiling):
+        return shift.plan_of(call, g, tiling, source)
     if isinstance(tiling, StemTiling):
         return stem.plan_of(call, g, tiling, source)
     stride_b = call.tensors.bias.stride[0] if has_bias else 0

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from opkiln.device.triton import launcher
 
-from opkiln_conv import patch, stem
+from opkiln_conv import patch, shift, stem
 from opkiln_conv.channelwise import channelwise_kernel
 from opkiln_conv.conv_plan import ConvPlan, Pack, plan_for
 from opkiln_conv.gather import gather_kernel
 from opkiln_conv.packed import pack_kernel, packed_kernel
 from opkiln_conv.patch import PatchPlan
 from opkiln_conv.pointwise import pointwise_kernel
+from opkiln_conv.shift import ShiftPlan
 from opkiln_conv.stem import StemPlan
 
 KERNELS = {
@@ -76,6 +77,8 @@ def prepare(call: Any) -> Callable[..., torch.Tensor]:
     plan = plan_for(call)
     if isinstance(plan, PatchPlan):
         return patch.prepare(call, plan)
+    if isinstance(plan, ShiftPlan):
+        return shift.prepare(call, plan)
     if isinstance(plan, StemPlan):
         return stem.prepare(call, plan)
     fixed = (*plan.arguments, *plan.constexprs.values())

@@ -5,7 +5,11 @@ from importlib import resources
 
 
 @functools.cache
+def read(file: str) -> str:
+    """csrc/`file`."""
+    return (resources.files("opkiln_conv") / "csrc" / file).read_text("utf-8")
+
+
 def source(name: str) -> str:
     """csrc/`name`.cu, after what it builds on."""
-    folder = resources.files("opkiln_conv") / "csrc"
-    return "".join((folder / file).read_text("utf-8") for file in ("device.cuh", f"{name}.cu"))
+    return read("device.cuh") + read(f"{name}.cu")

@@ -10,6 +10,7 @@ from typing import Any
 
 from opkiln_conv.geometry import Geometry
 from opkiln_conv.patch import PatchTiling
+from opkiln_conv.shift import ShiftTiling
 from opkiln_conv.stem import StemTiling
 
 ALIGN = 16  # elements: what packed rows of channels are multiples of
@@ -183,19 +184,21 @@ def key_of(g: Geometry) -> dict[str, Any]:
 
 
 def tuned(
-    g: Geometry, patches: bool, bias: bool = False
-) -> tuple[Tiling | PatchTiling | StemTiling, str] | None:
-    """The table's row for this geometry in its plain layout. patches: csrc/patch.cu and stem.cu
-    may serve. bias: the call has one, for which a row may have a tiling of its own.
+    g: Geometry, compiled: bool, bias: bool = False
+) -> tuple[Tiling | PatchTiling | ShiftTiling | StemTiling, str] | None:
+    """The table's row for this geometry in its plain layout. compiled: CUDA C++ may serve. bias:
+    the call has one, for which a row may have a tiling of its own.
     """
     if not (g.aligned and dense_input(g) and dense_weight(g)):
         return None
     key = key_of(g)
     for row in tuning_rows():
         if all(row[k] == v for k, v in key.items()):
-            if patches and "stem" in row:
+            if compiled and "shift" in row:
+                return ShiftTiling(**row["shift"]), row["label"]
+            if compiled and "stem" in row:
                 return StemTiling(**row["stem"]), row["label"]
-            if patches and "patch" in row:
+            if compiled and "patch" in row:
                 return PatchTiling(**row["patch"]), row["label"]
             return Tiling(**row["biased" if bias and "biased" in row else "use"]), row["label"]
     return None
