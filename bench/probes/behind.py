@@ -30,7 +30,7 @@ import torch
 from behind_report import details, merged, name_of, summary
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_norm import channel_cuda, channel_plan, row_cluster
+from opkiln_norm import channel_cuda, channel_plan
 from opkiln_pool import pool_plan
 from row_pages import Row
 
@@ -43,6 +43,7 @@ ROW_NORMS = """
 rms_norm           llama-70b-prefill      f16
 rms_norm           llama-70b-prefill      bf16
 fused_add_rms_norm llama-70b-prefill      f16
+fused_add_rms_norm llama-70b-prefill      bf16
 fused_add_rms_norm llama-405b-prefill     f16
 fused_add_rms_norm llama-405b-prefill     bf16
 rms_norm           quack-throughput-8192  bf16
@@ -91,11 +92,10 @@ def candidates(row: Any) -> list[Any]:
 
 
 def shipped_call(row: Any, tensors: list[Any], real: bool = True) -> Call:
-    """The call under the tables as they are; rows across vectors go to Triton, as they did."""
+    """The call under the tables as they are."""
     row_checks.use_tables(True)
     channel_plan.tuning_rows, channel_cuda.cuda_rows = CHANNEL_TABLES
     pool_plan.tuned = pool.POOL_TUNED
-    row_cluster.SHIFT_BYTES = 2**62
     if isinstance(row, Row):
         return Call.of(CATALOGUE[row.op], tensors, row.params, real=real)
     return row.call(tensors, real=real)
@@ -115,7 +115,6 @@ def prepare(row: Any, tiling: Any, tensors: list[Any]) -> Callable[..., Any]:
         if tiling is not None:
             return channel_norm.prepare(row, tiling, call)
         return channel_cuda.prepare(call) or channels.prepare_forward(call)
-    row_cluster.SHIFT_BYTES = 2**62
     return rows.prepare(call if tiling is None else row_norm.make_call(row, tensors, tiling))
 
 

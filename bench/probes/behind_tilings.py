@@ -57,6 +57,22 @@ SHIFT_CENTER = ((3, 1152, 2, True), (3, 1152, 2, False), (2, 896, 2, True), (2, 
                 (6, 576, 2, True))  # fmt: skip
 SHIFT_ADDED = ((2, 896, 1, True), (2, 896, 2, True), (2, 896, 1, False), (3, 576, 2, True),
                (4, 448, 1, True))  # fmt: skip
+# the ring of x and the residual: threads, vectors, CTAs an SM, stages
+RING_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16384: (
+        (256, 4, 2, 2), (256, 4, 2, 3), (256, 4, 3, 2), (512, 2, 2, 2), (512, 2, 2, 3),
+        (512, 2, 1, 4), (512, 2, 1, 6), (1024, 1, 1, 3), (1024, 1, 1, 6),
+    ),
+    32768: (
+        (512, 4, 1, 2), (512, 4, 1, 3), (1024, 2, 1, 2), (1024, 2, 1, 3), (256, 8, 1, 3),
+        (512, 4, 1, 1), (1024, 2, 1, 1),
+    ),
+}  # fmt: skip
+# of rows across vectors, alone and with a residual: vectors a thread, CTAs an SM, stages
+RING_SHIFT = ((6, 2, 2), (6, 2, 3), (6, 2, 4), (6, 1, 4), (4, 2, 2), (4, 2, 3), (3, 1, 3), (3, 2, 3),
+              (2, 1, 4))  # fmt: skip
+RING_SHIFT_ADDED = ((6, 1, 2), (6, 1, 3), (6, 1, 4), (4, 1, 2), (4, 1, 3), (4, 1, 4), (3, 1, 3),
+                    (2, 1, 2), (2, 1, 3), (2, 1, 4), (4, 2, 2), (6, 2, 2))  # fmt: skip
 LATER = Tiling(2048, 16, chunks=0, head=True, evict="evict_first")  # Inductor's way
 
 
@@ -73,6 +89,12 @@ def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
     if size == 16384 and not row.adds:
         for threads, vectors, resident, ring in ((256, 4, 4, 3), (512, 2, 2, 6), (1024, 1, 1, 12)):
             found.append(ClusterTiling(1, threads, vectors, resident, True, 1, ring=ring))
+    if row.adds:
+        found += [
+            ClusterTiling(1, *shape, persistent=True, weight_at=1, ring=ring, stream=stream)
+            for *shape, ring in RING_ADDED[size]
+            for stream in (False, True)
+        ]
     if size <= 32768:
         found += [LATER, replace(LATER, evict=""), replace(LATER, block_n=4096)]
         found += [replace(LATER, num_warps=8), replace(LATER, store_cache=".cs")]
@@ -89,7 +111,13 @@ def shift_tilings(row: Any) -> list[ClusterTiling]:
         if threads <= 1024 and threads <= most:
             t = ClusterTiling(1, threads, each, most // threads, True, place, prefetch=prefetch)
             found += [t, replace(t, stream=True)]
-    return [*found, *(replace(t, persistent=False) for t in found if not t.prefetch)]
+    found += [replace(t, persistent=False) for t in found if not t.prefetch]
+    for each, resident, ring in RING_SHIFT_ADDED if row.adds else RING_SHIFT:
+        threads = 32 * -(-vectors // (32 * each))
+        if threads <= 1024:
+            t = ClusterTiling(1, threads, each, resident, True, 1, ring=ring)
+            found += [t, replace(t, stream=True)]
+    return found
 
 
 def team_tilings(row: Any) -> list[Team]:

@@ -63,11 +63,10 @@ class ClusterTiling:
         """Those of its kernel alone."""
         return {"STAGES": self.ring} if self.ring else {"PREFETCH": int(self.prefetch)}
 
-    @property
-    def ring_bytes(self) -> int:
-        """Dynamic shared memory for x."""
+    def ring_bytes(self, inputs: int) -> int:
+        """Dynamic shared memory for x, or for x and the residual."""
         # cuda.py raises a kernel's limit only for more than 48 KB, beside which are the barriers
-        return self.ring * self.slice_bytes + 16 if self.ring else 0
+        return self.ring * inputs * self.slice_bytes + 16 if self.ring else 0
 
 
 LONG_RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=1)
@@ -119,8 +118,8 @@ class ClusterPlan:
             "RESIDENT": t.resident,
             "WEIGHT_AT": t.weight_at,
             **{name: int(flag) for name, flag in flags.items()},
+            "SHIFT": int(self.shift),
             **t.own_macros,
-            **({} if t.ring else {"SHIFT": int(self.shift)}),
         }
 
 
@@ -133,7 +132,7 @@ def affine_metas(call: Any) -> tuple[Any, Any, Any]:
 def source(kernel: str) -> str:
     """The translation unit of a kernel."""
     folder = resources.files("opkiln_norm").joinpath("csrc")
-    return "".join(folder.joinpath(n).read_text("utf-8") for n in ("row.cuh", f"{kernel}.cu"))
+    return "".join(folder.joinpath(n).read_text("utf-8") for n in ("row.cuh", "row_shift.cuh", f"{kernel}.cu"))
 
 
 def cluster_rows() -> list[dict[str, Any]]:
@@ -201,7 +200,6 @@ def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> b
     ends_in_last_strip = -(-n * x.dtype.itemsize // 16) > tiling.lanes * (tiling.vectors - 1)
     return (
         not call.policy.batch_invariant
-        and tiling.kernel == "row_cluster"
         and all(stride == n for stride in strides)
         and all(m is None or m.dtype == x.dtype for m in (w, b))
         and ends_in_last_strip
@@ -241,7 +239,6 @@ def plan_for(call: Any) -> ClusterPlan | None:
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
         and most_vectors(n, values) <= tiling.lanes * tiling.vectors
-        and not (tiling.kernel != "row_cluster" and "fused_add" in call.spec.name)
     )
     if not fits:
         return None
@@ -255,7 +252,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
         x_stride=strides[0],
         r_stride=strides[-1],
         even=not shift and n == tiling.lanes * tiling.vectors * values,
-        shared_bytes=tiling.ring_bytes + weight_bytes,
+        shared_bytes=tiling.ring_bytes(1 + hasattr(call.tensors, "residual")) + weight_bytes,
         shift=shift,
     )
 
