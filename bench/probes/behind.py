@@ -40,14 +40,20 @@ QUACK_OPS = ("rms_norm", "fused_add_rms_norm")
 LONG = 2**29  # elements, from which a call takes a millisecond
 
 ROW_NORMS = """
-rms_norm           llama-70b-prefill      f16
-rms_norm           llama-70b-prefill      bf16
-fused_add_rms_norm llama-70b-prefill      f16
-fused_add_rms_norm llama-70b-prefill      bf16
-fused_add_rms_norm llama-405b-prefill     f16
 fused_add_rms_norm llama-405b-prefill     bf16
+fused_add_rms_norm llama-405b-prefill     f16
+fused_add_rms_norm llama-70b-prefill      bf16
+layer_norm         llama-8b-prefill       bf16
+layer_norm         llama-70b-prefill      bf16
+layer_norm         llama-405b-prefill     bf16
+rms_norm           llama-8b-prefill       bf16
+fused_add_layer_norm llama-8b-prefill     bf16
+fused_add_layer_norm llama-70b-prefill    bf16
+fused_add_rms_norm llama-8b-prefill       bf16
+rms_norm           llama-70b-prefill      bf16
 rms_norm           quack-throughput-8192  bf16
 rms_norm           quack-throughput-131072 f16
+ada_layer_norm_zero llama-8b-prefill      bf16
 """
 WIDTHS = (  # op, dtype, N; those of whole vectors are what the others are judged by
     ("rms_norm", "bf16", 16384), ("rms_norm", "bf16", 12288), ("rms_norm", "bf16", 12289),

@@ -77,27 +77,42 @@ LATER = Tiling(2048, 16, chunks=0, head=True, evict="evict_first")  # Inductor's
 
 
 def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
-    """Of a row norm whose rows start at vectors."""
-    size = row.n * row.itemsize
-    found: list[Tiling | ClusterTiling] = []
-    for *shape, place in (ONCE_ADDED if row.adds else ONCE)[size]:
-        plain = ClusterTiling(*shape, weight_at=place)
-        found += [plain, replace(plain, stream=True)]
-    for shape in (PERSISTENT_ADDED if row.adds else PERSISTENT)[size]:
-        ahead = ClusterTiling(*shape, persistent=True, weight_at=1, prefetch=True)
-        found += [ahead, replace(ahead, stream=True)]
-    if size == 16384 and not row.adds:
-        for threads, vectors, resident, ring in ((256, 4, 4, 3), (512, 2, 2, 6), (1024, 1, 1, 12)):
-            found.append(ClusterTiling(1, threads, vectors, resident, True, 1, ring=ring))
-    if row.adds:
-        found += [
-            ClusterTiling(1, *shape, persistent=True, weight_at=1, ring=ring, stream=stream)
-            for *shape, ring in RING_ADDED[size]
-            for stream in (False, True)
-        ]
-    if size <= 32768:
-        found += [LATER, replace(LATER, evict=""), replace(LATER, block_n=4096)]
-        found += [replace(LATER, num_warps=8), replace(LATER, store_cache=".cs")]
+    """Of a row norm whose rows start at vectors: read twice, Inductor's way; a ring."""
+    return [*again_tilings(row), *([] if row.op.startswith("ada") else ring_tilings(row))]
+
+
+def again_tilings(row: Any) -> list[Tiling]:
+    found = []
+    for block_n in (1024, 2048, 4096, 8192, 16384):
+        for warps in (4, 8, 16, 32):
+            each = block_n // (8 * 32 * warps)
+            if block_n > row.n or each not in (1, 2) or row.n // block_n > 8 or warps * 8 < row.n // 1024:
+                continue
+            plain = Tiling(block_n, warps, chunks=0, head=True, evict="evict_first", fixed=True)
+            found += [plain, replace(plain, forward=True, wlast="evict_last")]
+            if each == 1 and row.adds:
+                found += [replace(plain, forward=True, wlast="evict_last", store_cache=".cs")]
+    return found
+
+
+def ring_tilings(row: Any) -> list[ClusterTiling]:
+    size, inputs = row.n * row.itemsize, 1 + row.adds
+    cluster = max(size // 65536, 1)
+    found = []
+    for threads in (128, 256, 512, 1024):
+        vectors = size // 16 // threads // cluster
+        if not 1 <= vectors <= 8:
+            continue
+        need = 36 + 4 * vectors * (inputs + row.affine)
+        for resident in (1, 2, 3, 4, 6, 8):
+            if need * threads * resident > 65536 or threads * resident > 2048 or threads * resident < 256:
+                continue
+            for ring in (1, 2, 3, 4) if size >= 65536 else (2, 3, 4):
+                shared = inputs * size // cluster * ring * resident
+                if shared > 224 * 1024 or (shared < 90 * 1024 and size < 65536):
+                    continue
+                t = ClusterTiling(cluster, threads, vectors, resident, True, 1, ring=ring)
+                found.append(replace(t, merge="layer" in row.op))
     return found
 
 
@@ -115,8 +130,9 @@ def shift_tilings(row: Any) -> list[ClusterTiling]:
     for each, resident, ring in RING_SHIFT_ADDED if row.adds else RING_SHIFT:
         threads = 32 * -(-vectors // (32 * each))
         if threads <= 1024:
-            t = ClusterTiling(1, threads, each, resident, True, 1, ring=ring)
-            found += [t, replace(t, stream=True)]
+            found.append(ClusterTiling(1, threads, each, resident, True, 1, ring=ring))
+    if "layer" in row.op:
+        found += [replace(t, merge=True) for t in found]
     return found
 
 

@@ -43,6 +43,7 @@ class ClusterTiling:
     prefetch: bool = False
     stream: bool = False
     ring: int = 0
+    merge: bool = False
 
     @property
     def kernel(self) -> str:
@@ -119,6 +120,7 @@ class ClusterPlan:
             "WEIGHT_AT": t.weight_at,
             **{name: int(flag) for name, flag in flags.items()},
             "SHIFT": int(self.shift),
+            "MERGE": int(t.merge),
             **t.own_macros,
         }
 

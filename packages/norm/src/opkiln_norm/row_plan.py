@@ -47,6 +47,9 @@ class Tiling:
     packed: bool = False
     evict: str = ""
     store_cache: str = ""
+    fixed: bool = False
+    forward: bool = False
+    wlast: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,9 @@ class RowPlan:
             "STAGES": t.stages,
             "EVICT": t.evict,
             "STORE_CACHE": t.store_cache,
+            "COLUMNS": self.n if t.fixed else 0,
+            "FORWARD": t.forward,
+            "WLAST": t.wlast,
         }
 
 

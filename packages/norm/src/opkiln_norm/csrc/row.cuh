@@ -199,6 +199,132 @@ __device__ float cluster_sum(float v, Exchange& e, u32& use) {
     return warp_sum(total);
 }
 
+#if MERGE
+// Partial sums of every warp of the cluster, for two rows or sums in turn.
+constexpr int PARTS = CENTER ? 2 : 1;  // a sum, and the squared distances from the warp's mean
+struct Exchange2 {
+    float slots[2][PARTIALS][PARTS];
+    u64 arrived[2];
+};
+
+__device__ void init(Exchange2& e) {
+    if constexpr (CLUSTER > 1) {
+        init_barrier(shared_address(&e.arrived[0]));
+        init_barrier(shared_address(&e.arrived[1]));
+    }
+}
+
+// Every warp's parts go to every CTA of the cluster. `use` counts the exchanges. When one is
+// complete, all warps have read the slots of the one before, which the next overwrites. Not by the
+// cluster's barrier: its release would wait until the stores of y are done.
+__device__ const float (*exchanged(const float (&v)[PARTS], Exchange2& e, u32& use))[PARTS] {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = use % 2;
+    float (*slots)[PARTS] = e.slots[turn];
+    if constexpr (CLUSTER == 1) {
+        if (lane == 0) {
+#pragma unroll
+            for (int k = 0; k < PARTS; ++k) slots[warp][k] = v[k];
+        }
+        __syncthreads();
+    } else {
+        const u32 arrived = shared_address(&e.arrived[turn]);
+        if (threadIdx.x == 0) expect(arrived, PARTIALS * PARTS * 4);
+        if (lane < CLUSTER) {
+#pragma unroll
+            for (int k = 0; k < PARTS; ++k)
+                asm volatile(
+                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                    :: "r"(address_in(shared_address(slots[cluster_rank() * WARPS + warp] + k), lane)),
+                       "r"(__float_as_uint(v[k])), "r"(address_in(arrived, lane)) : "memory");
+        }
+        wait_phase(arrived, use / 2 % 2);
+    }
+    ++use;
+    return slots;
+}
+
+struct Moments {
+    float mean, rstd;
+};
+
+// How many elements of a row this warp has and, at [q], warp 32 q + lane of the cluster; inverses.
+struct Counts {
+    static constexpr int SHARES = (PARTIALS + 31) / 32;
+    float all, all_inverse, own, of[SHARES], inverse[SHARES];
+};
+
+__device__ float inverse(float v) { return v > 0 ? 1 / v : 0; }
+
+// shift: elements before the row in its first vector.
+__device__ Counts counts_of(i64 n, int shift) {
+    Counts c;
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, lane = threadIdx.x % 32;
+    const auto elements = [&](int warp) {  // of the cluster
+        if (EVEN) return 32 * VECTORS * VALUES;
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int at = ((warp / WARPS * VECTORS + i) * THREADS + warp % WARPS * 32) * VALUES;
+            const int low = max(at, shift), high = min(at + 32 * VALUES, shift + (int)n);
+            sum += max(high - low, 0);
+        }
+        return sum;
+    };
+    c.all = (float)(int)n;
+    c.all_inverse = inverse(c.all);
+    c.own = EVEN ? c.all * (1.f / PARTIALS) : fmaxf((float)elements(rank * WARPS + threadIdx.x / 32), 1);
+#pragma unroll
+    for (int q = 0; q < Counts::SHARES; ++q) {
+        c.of[q] = (float)elements(32 * q + lane);
+        c.inverse[q] = inverse(c.of[q]);
+    }
+    return c;
+}
+
+// Mean and 1/sqrt(variance + eps) of a row, or without CENTER 0 and that of its mean square: the
+// same bits in every thread of the cluster. `input(i, j)`: element j of vector i, 0 if it is not
+// the row's, as `has(i, j)` says. With CENTER each warp's squared distances are from its own mean;
+// they are merged by Chan's formula, so that warps wait for each other once.
+template <typename Input, typename Has, typename Forget>
+__device__ Moments row_moments(float sum, const Input& input, const Has& has, const Forget& forget_row, const Counts& counts, float eps,
+                               Exchange2& e, u32& use) {
+    const u32 lane = threadIdx.x % 32;
+    float parts[PARTS] = {sum};
+    parts[0] = warp_sum(parts[0]);
+    if constexpr (CENTER) {
+        const float own = parts[0] / counts.own;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            forget_row(i);
+#pragma unroll
+            for (int j = 0; j < VALUES; ++j) {
+                const float d = input(i, j) - own;
+                if (has(i, j)) parts[PARTS - 1] += d * d;
+            }
+        }
+        parts[PARTS - 1] = warp_sum(parts[PARTS - 1]);
+    }
+    const float (*all)[PARTS] = exchanged(parts, e, use);
+    float total = 0, moment = 0;
+#pragma unroll
+    for (int q = 0; q < Counts::SHARES; ++q)
+        if (PARTIALS % 32 == 0 || 32 * q + lane < PARTIALS) total += all[32 * q + lane][0];
+    const float mean = warp_sum(total) * (CENTER ? counts.all_inverse : 1);
+    if constexpr (!CENTER) return {0, rsqrtf(mean / counts.all + eps)};
+#pragma unroll
+    for (int q = 0; q < Counts::SHARES; ++q)
+        if (PARTIALS % 32 == 0 || 32 * q + lane < PARTIALS) {
+            const float d = all[32 * q + lane][0] * counts.inverse[q] - mean;
+            moment += all[32 * q + lane][PARTS - 1] + counts.of[q] * d * d;
+        }
+    return {mean, rsqrtf(warp_sum(moment) / counts.all + eps)};
+}
+
+using TheExchange = Exchange2;
+#else
+using TheExchange = Exchange;
+#endif
+
 // Vector `i` of a thread's outputs: (x - mean) * rstd * w + b.
 template <typename Input>
 __device__ void normalize(float (&out)[VALUES], const Input& x, float mean, float rstd,
