@@ -30,7 +30,7 @@ import torch
 from behind_report import details, merged, name_of, summary
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
-from opkiln_norm import channel_cuda, channel_plan
+from opkiln_norm import channel_cuda, channel_plan, row_cluster
 from opkiln_pool import pool_plan
 from row_pages import Row
 
@@ -39,27 +39,17 @@ FILLERS = (0, 5)  # small tensors before those of a channel norm: its parameters
 QUACK_OPS = ("rms_norm", "fused_add_rms_norm")
 LONG = 2**29  # elements, from which a call takes a millisecond
 
-ROW_NORMS = """
-fused_add_rms_norm llama-405b-prefill     bf16
-fused_add_rms_norm llama-405b-prefill     f16
-fused_add_rms_norm llama-70b-prefill      bf16
-layer_norm         llama-8b-prefill       bf16
-layer_norm         llama-70b-prefill      bf16
-layer_norm         llama-405b-prefill     bf16
-rms_norm           llama-8b-prefill       bf16
-fused_add_layer_norm llama-8b-prefill     bf16
-fused_add_layer_norm llama-70b-prefill    bf16
-fused_add_rms_norm llama-8b-prefill       bf16
-rms_norm           llama-70b-prefill      bf16
-rms_norm           quack-throughput-8192  bf16
-rms_norm           quack-throughput-131072 f16
-ada_layer_norm_zero llama-8b-prefill      bf16
-"""
+ROW_NORMS = (("row norms", ""),)
 WIDTHS = (  # op, dtype, N; those of whole vectors are what the others are judged by
-    ("rms_norm", "bf16", 16384), ("rms_norm", "bf16", 12288), ("rms_norm", "bf16", 12289),
-    ("rms_norm", "f16", 12289), ("rms_norm", "bf16", 12290), ("rms_norm", "bf16", 8193),
-    ("rms_norm", "bf16", 4097), ("layer_norm", "bf16", 16384), ("layer_norm", "bf16", 12289),
+    ("rms_norm", "bf16", 16384), ("rms_norm", "bf16", 12289), ("rms_norm", "f16", 12289),
+    ("rms_norm", "bf16", 12290), ("rms_norm", "bf16", 8193), ("rms_norm", "bf16", 4097),
+    ("rms_norm", "bf16", 20001), ("rms_norm", "bf16", 25001), ("rms_norm", "f32", 6145),
+    ("layer_norm", "bf16", 16384), ("layer_norm", "bf16", 12289), ("layer_norm", "bf16", 4097),
+    ("layer_norm", "bf16", 20001),
     ("fused_add_rms_norm", "bf16", 16384), ("fused_add_rms_norm", "bf16", 12289),
+    ("fused_add_rms_norm", "bf16", 4097), ("fused_add_rms_norm", "bf16", 20001),
+    ("fused_add_layer_norm", "bf16", 16384), ("fused_add_layer_norm", "bf16", 12289),
+    ("fused_add_layer_norm", "bf16", 8193),
 )  # fmt: skip
 CHANNEL_NORMS = (
     "wider-channel-affine f16", "image-eval", "image-affine", "image-track-stats",
@@ -79,9 +69,8 @@ def all_rows() -> list[Any]:
         Row(op, f"width-{n}", dtype, row_checks.WIDTH_ELEMENTS // n, n, 1 + ("layer" in op), 0, 0)
         for op, dtype, n in WIDTHS
     ]
-    wanted = [tuple(line.split()) for line in ROW_NORMS.strip().splitlines()]
-    pages = {(r.op, r.label, r.dtype): r for r in row_pages.read_rows("")}
-    return [*channels, *widths, *(pages[key] for key in wanted), *pool.read_rows(",".join(POOLS))]
+    pages = [r for r in row_pages.read_rows("") if 1024 <= r.n <= 65536 and r.rows > 128]
+    return [*channels, *widths, *pages, *pool.read_rows(",".join(POOLS))]
 
 
 def candidates(row: Any) -> list[Any]:
@@ -112,7 +101,10 @@ def prepare(row: Any, tiling: Any, tensors: list[Any]) -> Callable[..., Any]:
     from opkiln_norm import channel_norm as channels
     from opkiln_norm import row_norm as rows
 
+    row_cluster.SHIFT_BYTES = 2**62 if tiling == "triton" else 8192
     call = shipped_call(row, tensors)
+    if tiling == "triton":
+        return rows.prepare(call)
     if isinstance(row, pool.Row):
         if tiling is not None:
             pool.use(tiling)
@@ -130,7 +122,7 @@ def warm(task: tuple[Any, Any]) -> dict[str, Any]:
     try:
         if tiling == "peer":
             compiled_peer(row, row.tensors("cuda"))()
-        elif tiling is None:
+        elif tiling is None or tiling == "triton":
             tensors = row.tensors("cuda")
             prepare(row, None, tensors)(*tensors)
         elif isinstance(row, Row):
@@ -277,7 +269,7 @@ def main() -> None:
             lines.append(f"{row.op} {row.label} {type(error).__name__}: {error}"[:300])
             continue
         found["candidates"] += [{"name": name_of(t), "status": e} for t, e in bad.items()]
-        more = {name_of(t): {"use": None if t is None else dataclasses.asdict(t)} | f
+        more = {name_of(t): {"use": None if t in (None, "triton") else dataclasses.asdict(t)} | f
                 for (r, t), f in resources.items() if r == row and t != "peer"}  # fmt: skip
         for c in found["candidates"]:
             c |= more.get(c["name"], {})

@@ -50,30 +50,12 @@ PERSISTENT_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     16384: ((1, 512, 2, 2), (1, 1024, 1, 1), (2, 512, 1, 2)),
     32768: ((1, 512, 4, 1), (1, 1024, 2, 1), (2, 1024, 1, 1)),
 }
-# Rows across vectors: vectors a thread, threads an SM, WEIGHT_AT, PREFETCH. None spills at 12289.
-SHIFT = ((4, 896, 1, True), (4, 896, 2, True), (3, 1152, 2, True), (3, 1152, 1, False),
-         (2, 896, 1, True), (6, 576, 2, True))  # fmt: skip
-SHIFT_CENTER = ((3, 1152, 2, True), (3, 1152, 2, False), (2, 896, 2, True), (2, 896, 1, True),
-                (6, 576, 2, True))  # fmt: skip
-SHIFT_ADDED = ((2, 896, 1, True), (2, 896, 2, True), (2, 896, 1, False), (3, 576, 2, True),
-               (4, 448, 1, True))  # fmt: skip
-# the ring of x and the residual: threads, vectors, CTAs an SM, stages
-RING_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    16384: (
-        (256, 4, 2, 2), (256, 4, 2, 3), (256, 4, 3, 2), (512, 2, 2, 2), (512, 2, 2, 3),
-        (512, 2, 1, 4), (512, 2, 1, 6), (1024, 1, 1, 3), (1024, 1, 1, 6),
-    ),
-    32768: (
-        (512, 4, 1, 2), (512, 4, 1, 3), (1024, 2, 1, 2), (1024, 2, 1, 3), (256, 8, 1, 3),
-        (512, 4, 1, 1), (1024, 2, 1, 1),
-    ),
-}  # fmt: skip
-# of rows across vectors, alone and with a residual: vectors a thread, CTAs an SM, stages
-RING_SHIFT = ((6, 2, 2), (6, 2, 3), (6, 2, 4), (6, 1, 4), (4, 2, 2), (4, 2, 3), (3, 1, 3), (3, 2, 3),
-              (2, 1, 4))  # fmt: skip
-RING_SHIFT_ADDED = ((6, 1, 2), (6, 1, 3), (6, 1, 4), (4, 1, 2), (4, 1, 3), (4, 1, 4), (3, 1, 3),
-                    (2, 1, 2), (2, 1, 3), (2, 1, 4), (4, 2, 2), (6, 2, 2))  # fmt: skip
-LATER = Tiling(2048, 16, chunks=0, head=True, evict="evict_first")  # Inductor's way
+# Rows across vectors: vectors a thread, threads an SM, WEIGHT_AT of row_cluster.cu, as it was
+SHIFT = ((3, 1152, 2),)
+SHIFT_ADDED = ((2, 896, 1), (2, 896, 2))
+# a ring: vectors a thread, threads an SM, stages
+RING_SHIFT = ((4, 832, 2), (4, 832, 3), (3, 1088, 3), (6, 576, 3))
+RING_SHIFT_ADDED = ((4, 832, 2), (4, 416, 3), (3, 576, 3), (3, 544, 4), (2, 896, 3), (6, 288, 3), (3, 1088, 2))
 
 
 def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
@@ -83,56 +65,42 @@ def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
 
 def again_tilings(row: Any) -> list[Tiling]:
     found = []
-    for block_n in (1024, 2048, 4096, 8192, 16384):
-        for warps in (4, 8, 16, 32):
-            each = block_n // (8 * 32 * warps)
-            if block_n > row.n or each not in (1, 2) or row.n // block_n > 8 or warps * 8 < row.n // 1024:
+    for block_n in (512, 1024, 2048, 4096, 8192, 16384):
+        for warps in (2, 4, 8, 16, 32):
+            each = block_n // (row.warp * warps)
+            if row.n % block_n or row.n // block_n > 5 or each not in (1, 2):
                 continue
-            plain = Tiling(block_n, warps, chunks=0, head=True, evict="evict_first", fixed=True)
-            found += [plain, replace(plain, forward=True, wlast="evict_last")]
-            if each == 1 and row.adds:
-                found += [replace(plain, forward=True, wlast="evict_last", store_cache=".cs")]
+            plain = Tiling(block_n, warps, chunks=0, head=True, evict="evict_first", static=True)
+            found.append(plain)
+            if not row.op.endswith("rms_norm"):
+                found.append(replace(plain, forward=True))
+            if row.n >= 32768 or row.adds and each == 1:
+                found += [replace(plain, store_cache=".cs")]
     return found
 
 
 def ring_tilings(row: Any) -> list[ClusterTiling]:
-    size, inputs = row.n * row.itemsize, 1 + row.adds
-    cluster = max(size // 65536, 1)
-    found = []
-    for threads in (128, 256, 512, 1024):
-        vectors = size // 16 // threads // cluster
-        if not 1 <= vectors <= 8:
-            continue
-        need = 36 + 4 * vectors * (inputs + row.affine)
-        for resident in (1, 2, 3, 4, 6, 8):
-            if need * threads * resident > 65536 or threads * resident > 2048 or threads * resident < 256:
-                continue
-            for ring in (1, 2, 3, 4) if size >= 65536 else (2, 3, 4):
-                shared = inputs * size // cluster * ring * resident
-                if shared > 224 * 1024 or (shared < 90 * 1024 and size < 65536):
-                    continue
-                t = ClusterTiling(cluster, threads, vectors, resident, True, 1, ring=ring)
-                found.append(replace(t, merge="layer" in row.op))
-    return found
+    if row.op != "layer_norm" or row.n not in (4096, 8192, 16384) or row.itemsize != 2:
+        return []
+    shapes = {4096: ((128, 4, 6, 2), (128, 4, 5, 3)), 8192: ((256, 4, 3, 2),), 16384: ((256, 8, 2, 3), (512, 4, 1, 3))}
+    found = [ClusterTiling(1, *s[:3], True, 1, ring=s[3]) for s in shapes[row.n]]
+    return [*found, *(replace(t, merge=True) for t in found)]
 
 
-def shift_tilings(row: Any) -> list[ClusterTiling]:
+def shift_tilings(row: Any) -> list[Any]:
     """Of a row norm whose rows lie across vectors."""
     vectors = most_vectors(row.n, 16 // row.itemsize)
-    shapes = SHIFT_ADDED if row.adds else SHIFT_CENTER if "layer" in row.op else SHIFT
-    found = []
-    for each, most, place, prefetch in shapes:
-        threads = 32 * -(-vectors // (32 * each))
-        if threads <= 1024 and threads <= most:
-            t = ClusterTiling(1, threads, each, most // threads, True, place, prefetch=prefetch)
-            found += [t, replace(t, stream=True)]
-    found += [replace(t, persistent=False) for t in found if not t.prefetch]
-    for each, resident, ring in RING_SHIFT_ADDED if row.adds else RING_SHIFT:
-        threads = 32 * -(-vectors // (32 * each))
-        if threads <= 1024:
-            found.append(ClusterTiling(1, threads, each, resident, True, 1, ring=ring))
-    if "layer" in row.op:
-        found += [replace(t, merge=True) for t in found]
+    found: list[Any] = ["triton"]
+    for ring, shapes in enumerate(((SHIFT, SHIFT_ADDED), (RING_SHIFT, RING_SHIFT_ADDED))):
+        for each, most, last in shapes[row.adds]:
+            threads = 32 * -(-vectors // (32 * each))
+            if threads <= min(1024, most):
+                t = ClusterTiling(1, threads, each, most // threads, True, last, prefetch=True)
+                if ring:
+                    t = replace(t, weight_at=1, ring=last, prefetch=False)
+                found.append(t)
+                if "layer" in row.op and ring:
+                    found.append(replace(t, merge=True))
     return found
 
 

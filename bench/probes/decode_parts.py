@@ -1,69 +1,63 @@
-"""Prototype: row_decode.cu's shapes on few rows."""
+"""Prototype: few rows, by what ships and by what shipped before."""
 import functools, pathlib, statistics, sys
 import common, torch
 sys.path[:0] = [str(common.ROOT / "core/src"), str(common.ROOT / "packages/norm/src")]
+import row_norm as probe
+from row_pages import Row
 from opkiln.device import cuda
-from opkiln_norm import row_cluster
-
-SRC = row_cluster.source("row_decode")
-OPS = {"rms": "rms_norm", "ln": "layer_norm", "addrms": "fused_add_rms_norm", "addln": "fused_add_layer_norm"}
-ROWS = [(op, n) for op in OPS for n in (4096, 8192, 16384)]
-
-def variants(op, n):
-    for threads in (128, 256, 512, 1024):
-        v = n // 8 // threads
-        if not 1 <= v <= (8 if threads <= 256 else 4): continue
-        for copies in (1, 2, 4, 8):
-            if v % copies: continue
-            if n == 16384 and copies == 1: continue
-            for final in (0, 1):
-                yield dict(TYPE=1, WEIGHT_TYPE=1, CLUSTER=1, THREADS=threads, VECTORS=v, RESIDENT=1, EVEN=1, CENTER=int("ln" in op), HAS_RESIDUAL=int("add" in op),
-                           HAS_WEIGHT=1, HAS_BIAS=int("ln" in op), WEIGHT_AT=1, STREAM=0, SHIFT=0, MERGE=0, COPIES=copies, FINAL=final)
-
-def warm(t):
-    cuda.compile_cubin(SRC, "sm_90a", dict(t)); return {}
-
-def main():
-    out = pathlib.Path(sys.argv[1]); out.mkdir(exist_ok=True, parents=True)
-    common.warm_all(warm, list(dict.fromkeys(tuple(c.items()) for op, n in ROWS for c in variants(op, n))))
-    flush = common.flush_buffer(); dev = torch.device("cuda", 0); res = []
-    from opkiln.ops import CATALOGUE
-    from opkiln.spec import Call
+from opkiln.ops import CATALOGUE
+from opkiln.spec import Call
+from opkiln_norm import row_cluster, row_plan
+from opkiln_norm.row_cluster import ClusterTiling
+from opkiln_norm.row_plan import Tiling
+OLD = {('fused_add_layer_norm', 4096): {'block_n': 4096, 'num_warps': 8, 'preload': True}, ('fused_add_layer_norm', 8192): {'cluster': 8, 'threads': 128, 'vectors': 1, 'weight_at': 1}, ('fused_add_rms_norm', 4096): {'block_n': 4096, 'num_warps': 8, 'preload': True}, ('fused_add_rms_norm', 8192): {'cluster': 8, 'threads': 64, 'vectors': 2, 'weight_at': 1}, ('fused_add_rms_norm', 16384): {'cluster': 8, 'threads': 128, 'vectors': 2, 'weight_at': 1}, ('layer_norm', 4096): {'block_n': 4096, 'num_warps': 8, 'preload': True}, ('layer_norm', 8192): {'block_n': 8192, 'num_warps': 8, 'preload': True}, ('layer_norm', 16384): {'cluster': 8, 'threads': 128, 'vectors': 2, 'weight_at': 1}, ('rms_norm', 4096): {'block_n': 4096, 'num_warps': 16, 'preload': True}, ('rms_norm', 8192): {'block_n': 8192, 'num_warps': 16, 'preload': True}, ('rms_norm', 16384): {'cluster': 8, 'threads': 256, 'vectors': 1, 'weight_at': 1}, ('fused_add_layer_norm', 16384): {'cluster': 8, 'threads': 128, 'vectors': 2, 'weight_at': 1}}
+TABLES = row_plan.tuning_rows, row_cluster.cluster_rows
+MORE = {("rms_norm", 8192): [(512, 2, 2)], ("layer_norm", 8192): [(512, 2, 2), (256, 4, 2)], ("layer_norm", 16384): [(1024, 2, 2)], ("fused_add_rms_norm", 4096): [(128, 4, 1)],
+        ("fused_add_layer_norm", 4096): [(256, 2, 2), (512, 1, 1)], ("fused_add_layer_norm", 8192): [(512, 2, 2)]}
+def tilings(op, n):
+    use = OLD[op, n]
+    return [None, ClusterTiling(**use) if "cluster" in use else Tiling(**use), *(ClusterTiling(1, t, v, weight_at=1, copies=c) for t, v, c in MORE.get((op, n), []))]
+def make(op, n, rows, dtype, tensors, t, real=True):
     from opkiln_norm import row_norm
-    f = torch.nn.functional
-    for op, n in ROWS:
-        layer, add = "ln" in op, "add" in op
-        table = {}
-        for rows in (1, 128):
-            for place in range(4 if rows == 1 else 1):
-                torch.manual_seed(place); cuda._loaded.clear()
-                keep = [torch.empty(12800 * place + 128, device="cuda")]
-                x, r = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) * 2 + 1 for _ in range(2))
-                w, b = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-                z = x.double() + (r.double() if add else 0)
-                eps = 1e-5 if layer else 1e-6
-                want = f.layer_norm(z, (n,), w.double(), b.double(), eps) if layer else f.rms_norm(z, (n,), w.double(), eps)
-                t = [x, *([r] if add else []), w, *([b] if layer else [])]
-                launch = row_norm.prepare(Call.of(CATALOGUE[OPS[op]], t, {"normalized_shape": (n,), "eps": eps}))
-                calls, names = [functools.partial(launch, *t)], ["shipped"]
-                for c in variants(op, n):
-                    k = cuda.load(SRC, "row_decode", dev, c)
-                    send = k.configure((c["COPIES"] * rows, 1, 1), (c["THREADS"], 1, 1))
-                    def call(send=send, x=x, r=r, w=w, b=b, rows=rows):
-                        y, s = torch.empty_like(x), torch.empty_like(x)
-                        send(x, r, w, b, y, s, 0, 0, rows, n, n, n, eps)
-                        return y, s
-                    y, s = call()
-                    err = int(((y.double() - want).abs() > 2**-7 * want.abs() + 2**-9).sum()) + (int((s != z.bfloat16()).sum()) if add else 0)
-                    name = f"{c['THREADS']}x{c['VECTORS']} copies {c['COPIES']} final {c['FINAL']} regs {k.handle.attributes.num_regs} local {k.handle.attributes.local_size_bytes}"
-                    if err: print("WRONG", op, n, name, err); continue
-                    calls.append(call); names.append(name)
-                for samples, name in zip(common.kernel_times_us(calls, flush, 25), names):
-                    table.setdefault(name, []).append(statistics.median(samples))
-        lines = sorted(table.items(), key=lambda q: statistics.mean(q[1][:4]))
-        res.append({"op": op, "n": n, "lines": lines})
-        for name, us in [*lines[:5], *[q for q in lines[5:] if q[0] == "shipped"]]:
-            print(f"{op:7s}{n:6d} {statistics.mean(us[:4]):.3f} | {' '.join(f'{u:.2f}' for u in us[:4])} | 128 rows {us[4]:.2f} | {name}")
-        common.write_json(out / "decode.json", res)
-
+    row = Row(op, "x", dtype, rows, n, 1 + ("layer" in op), 0, 0)
+    if t is None:
+        row_plan.tuning_rows, row_cluster.cluster_rows = TABLES
+        return Call.of(CATALOGUE[op], tensors, row.params, real=real)
+    return probe.make_call(row, tensors, t, real)
+def warm(task):
+    from opkiln_norm import row_norm
+    op, n, t, dtype = task
+    row = Row(op, "x", dtype, 1, n, 1 + ("layer" in op), 0, 0)
+    tensors = row.tensors("cuda")
+    row_norm.prepare(make(op, n, 1, dtype, tensors, t))(*tensors)
+    return {}
+def main():
+    from opkiln_norm import row_norm
+    out = pathlib.Path(sys.argv[1]); out.mkdir(exist_ok=True, parents=True)
+    common.warm_all(warm, [(op, n, t, d) for op, n in OLD for t in tilings(op, n) for d in ("bf16", "f16")])
+    flush = common.flush_buffer(); res = []
+    for op, n in OLD:
+        for dtype in ("bf16", "f16"):
+            line = []
+            for rows in (1, 4, 16, 64, 128) if dtype == "bf16" else (1,):
+                torch.manual_seed(0)
+                row = Row(op, "x", dtype, rows, n, 1 + ("layer" in op), 0, 0)
+                all_times = {}
+                for place in range(3 if rows == 1 else 1):
+                    cuda._loaded.clear()
+                    keep = torch.empty(4096 * 7 * place + 1, device="cuda")
+                    tensors = row.tensors("cuda"); wants = probe.references(row, tensors)
+                    calls = []
+                    for t in tilings(op, n):
+                        launch = row_norm.prepare(make(op, n, rows, dtype, tensors, t))
+                        status = probe.status_of(launch, tensors, wants, row)
+                        if status != "ok": print("WRONG", op, n, rows, t, status)
+                        calls.append(functools.partial(launch, *tensors))
+                    for t, samples in zip(tilings(op, n), common.kernel_times_us(calls, flush, 25)):
+                        all_times.setdefault(str(t), []).append(statistics.median(samples))
+                means = {t: statistics.mean(u) for t, u in all_times.items()}
+                res.append(dict(op=op, n=n, dtype=dtype, rows=rows, us=means))
+                line.append(f"{rows}: " + " ".join(f"{u:.2f}" for u in means.values()))
+            print(f"{op:22s}{n:6d} {dtype:5s}", " | ".join(line), flush=True)
+    common.write_json(out / "decode.json", common.provenance() | {"results": res})
 if __name__ == "__main__": main()

@@ -31,7 +31,8 @@ OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
 class ClusterTiling:
     """What the tuning table sets: see the macros of csrc/row.cuh for the meaning of each.
 
-    ring: the number of stages of row_ring.cu; 0: it is row_cluster.cu.
+    ring: the number of stages of row_ring.cu. copies: COPIES of row_decode.cu. With neither it is
+    row_cluster.cu.
     """
 
     cluster: int
@@ -43,11 +44,12 @@ class ClusterTiling:
     prefetch: bool = False
     stream: bool = False
     ring: int = 0
+    copies: int = 0
     merge: bool = False
 
     @property
     def kernel(self) -> str:
-        return "row_ring" if self.ring else "row_cluster"
+        return "row_ring" if self.ring else "row_decode" if self.copies else "row_cluster"
 
     @property
     def lanes(self) -> int:
@@ -62,7 +64,9 @@ class ClusterTiling:
     @property
     def own_macros(self) -> dict[str, int]:
         """Those of its kernel alone."""
-        return {"STAGES": self.ring} if self.ring else {"PREFETCH": int(self.prefetch)}
+        own = {"row_ring": ("STAGES", self.ring), "row_decode": ("COPIES", self.copies)}
+        name, value = own.get(self.kernel, ("PREFETCH", int(self.prefetch)))
+        return {name: value}
 
     def ring_bytes(self, inputs: int) -> int:
         """Dynamic shared memory for x, or for x and the residual."""
@@ -73,14 +77,12 @@ class ClusterTiling:
 LONG_RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=1)
 FEW_RULE = ClusterTiling(8, 64, 2, weight_at=1)
 FEW_BYTES = 32768  # of x and the residual in a row: with less, a CTA's warps were as fast
-# Many rows that lie across vectors: one CTA each, of as many threads as the row needs, at most
-# those here, which is what the registers allow without a spill.
+# Many rows that lie across vectors: a ring each, of as many threads as the row needs. An SM has
+# registers and shared memory for as many as here.
 SHIFT_BYTES = 8192  # shortest such row; 4097 columns take 78 us, by row_norm.py 138
-SHIFT_RULES = {
-    "rms_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
-    "layer_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
-    "fused_add_rms_norm": ClusterTiling(1, 896, 2, 1, True, weight_at=1, prefetch=True),
-    "fused_add_layer_norm": ClusterTiling(1, 896, 2, 1, True, weight_at=2, prefetch=True),
+SHIFT_RULE = ClusterTiling(1, 832, 4, 1, True, weight_at=1, ring=2)
+SHIFT_RULES = dict.fromkeys(OPS, SHIFT_RULE) | {
+    "fused_add_layer_norm": ClusterTiling(1, 576, 3, 1, True, weight_at=1, ring=3),
 }
 
 
@@ -234,6 +236,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
     columns_dense = all(o.stride_n is None for o in operands)
     metas = [m for m in vars(call.tensors).values() if m is not None]
     shift = any(size % values for size in (n, *strides))
+    even = not shift and n == tiling.lanes * tiling.vectors * values
     fits = (
         columns_dense
         and len(sizes) <= 1
@@ -241,6 +244,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
         and most_vectors(n, values) <= tiling.lanes * tiling.vectors
+        and (even or not tiling.copies)
     )
     if not fits:
         return None
@@ -253,7 +257,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
         n=n,
         x_stride=strides[0],
         r_stride=strides[-1],
-        even=not shift and n == tiling.lanes * tiling.vectors * values,
+        even=even,
         shared_bytes=tiling.ring_bytes(1 + hasattr(call.tensors, "residual")) + weight_bytes,
         shift=shift,
     )
@@ -266,7 +270,7 @@ def prepare(call: Any) -> Callable[..., Any] | None:
         return None
     t, device = plan.tiling, call.device
     kernel = cuda.load(source(t.kernel), t.kernel, device, plan.macros(call))
-    clusters = plan.rows
+    clusters = plan.rows * max(t.copies, 1)
     if t.persistent:
         kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
         values = 16 // call.tensors.input.dtype.itemsize

@@ -47,9 +47,8 @@ class Tiling:
     packed: bool = False
     evict: str = ""
     store_cache: str = ""
-    fixed: bool = False
+    static: bool = False  # N is compiled in
     forward: bool = False
-    wlast: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +124,8 @@ class RowPlan:
             "STAGES": t.stages,
             "EVICT": t.evict,
             "STORE_CACHE": t.store_cache,
-            "COLUMNS": self.n if t.fixed else 0,
+            "COLUMNS": self.n if t.static else 0,
             "FORWARD": t.forward,
-            "WLAST": t.wlast,
         }
 
 

@@ -12,11 +12,11 @@ constexpr int HELD = VECTORS * VALUES;           // elements of a thread
 constexpr int COLUMNS = HELD * THREADS;
 constexpr int LINE = WARPS < 4 ? WARPS : 4;
 
-// Over each `LANES` lanes, all at once.
-template <int LANES, int COUNT>
-__device__ void lane_sums(float (&v)[COUNT]) {
+// Over the warp, all at once.
+template <int COUNT>
+__device__ void warp_sums(float (&v)[COUNT]) {
 #pragma unroll
-    for (int lane = LANES / 2; lane; lane /= 2) {
+    for (int lane = 16; lane; lane /= 2) {
         float other[COUNT];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) other[k] = __shfl_xor_sync(~0u, v[k], lane);
@@ -74,7 +74,7 @@ row_decode(const char* x, const char* r, const char* w, const char* b, char* y, 
     } else {
         sums[0] = tree<0, HELD>([&](int i) { return v[i] * v[i]; });
     }
-    lane_sums<32>(sums);
+    warp_sums(sums);
     if (lane == 0) {
         if constexpr (CENTER) {
             parts[0][warp] = pivot + sums[0] * (1.f / 32);
@@ -98,21 +98,6 @@ row_decode(const char* x, const char* r, const char* w, const char* b, char* y, 
             v[i] *= value<WEIGHT_TYPE>(ws[i / VALUES], i % VALUES);
     }
     __syncthreads();
-#if FINAL
-    float mean = 0, moment;
-    if constexpr (CENTER) {
-        const float first = parts[0][0];
-        sums[0] = parts[0][lane % WARPS] - first;
-        sums[CENTER] = parts[CENTER][lane % WARPS] + (32 * HELD) * sums[0] * sums[0];
-        lane_sums<WARPS>(sums);
-        mean = first + sums[0] * (1.f / WARPS);
-        moment = fmaxf(sums[CENTER] - sums[0] * sums[0] * (32.f * HELD / WARPS), 0);
-    } else {
-        sums[0] = parts[0][lane % WARPS];
-        lane_sums<WARPS>(sums);
-        moment = sums[0];
-    }
-#else
     float of[1 + CENTER][WARPS];
 #pragma unroll
     for (int k = 0; k < 1 + CENTER; ++k)
@@ -138,7 +123,6 @@ row_decode(const char* x, const char* r, const char* w, const char* b, char* y, 
     } else {
         moment = tree<0, WARPS>([&](int i) { return of[0][i]; });
     }
-#endif
     const float rstd = rsqrtf(moment * (1.f / COLUMNS) + (float)eps);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
