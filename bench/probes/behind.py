@@ -39,17 +39,20 @@ FILLERS = (0, 5)  # small tensors before those of a channel norm: its parameters
 QUACK_OPS = ("rms_norm", "fused_add_rms_norm")
 LONG = 2**29  # elements, from which a call takes a millisecond
 
-ROW_NORMS = (("row norms", ""),)
+ROW_NORMS = """
+rms_norm           llama-70b-prefill      f16
+rms_norm           llama-70b-prefill      bf16
+fused_add_rms_norm llama-70b-prefill      f16
+fused_add_rms_norm llama-405b-prefill     f16
+fused_add_rms_norm llama-405b-prefill     bf16
+rms_norm           quack-throughput-8192  bf16
+rms_norm           quack-throughput-131072 f16
+"""
 WIDTHS = (  # op, dtype, N; those of whole vectors are what the others are judged by
-    ("rms_norm", "bf16", 16384), ("rms_norm", "bf16", 12289), ("rms_norm", "f16", 12289),
-    ("rms_norm", "bf16", 12290), ("rms_norm", "bf16", 8193), ("rms_norm", "bf16", 4097),
-    ("rms_norm", "bf16", 20001), ("rms_norm", "bf16", 25001), ("rms_norm", "f32", 6145),
-    ("layer_norm", "bf16", 16384), ("layer_norm", "bf16", 12289), ("layer_norm", "bf16", 4097),
-    ("layer_norm", "bf16", 20001),
+    ("rms_norm", "bf16", 16384), ("rms_norm", "bf16", 12288), ("rms_norm", "bf16", 12289),
+    ("rms_norm", "f16", 12289), ("rms_norm", "bf16", 12290), ("rms_norm", "bf16", 8193),
+    ("rms_norm", "bf16", 4097), ("layer_norm", "bf16", 16384), ("layer_norm", "bf16", 12289),
     ("fused_add_rms_norm", "bf16", 16384), ("fused_add_rms_norm", "bf16", 12289),
-    ("fused_add_rms_norm", "bf16", 4097), ("fused_add_rms_norm", "bf16", 20001),
-    ("fused_add_layer_norm", "bf16", 16384), ("fused_add_layer_norm", "bf16", 12289),
-    ("fused_add_layer_norm", "bf16", 8193),
 )  # fmt: skip
 CHANNEL_NORMS = (
     "wider-channel-affine f16", "image-eval", "image-affine", "image-track-stats",
@@ -69,8 +72,9 @@ def all_rows() -> list[Any]:
         Row(op, f"width-{n}", dtype, row_checks.WIDTH_ELEMENTS // n, n, 1 + ("layer" in op), 0, 0)
         for op, dtype, n in WIDTHS
     ]
-    pages = [r for r in row_pages.read_rows("") if 1024 <= r.n <= 65536 and r.rows > 128]
-    return [*channels, *widths, *pages, *pool.read_rows(",".join(POOLS))]
+    wanted = [tuple(line.split()) for line in ROW_NORMS.strip().splitlines()]
+    pages = {(r.op, r.label, r.dtype): r for r in row_pages.read_rows("")}
+    return [*channels, *widths, *(pages[key] for key in wanted), *pool.read_rows(",".join(POOLS))]
 
 
 def candidates(row: Any) -> list[Any]:
@@ -87,10 +91,11 @@ def candidates(row: Any) -> list[Any]:
 
 
 def shipped_call(row: Any, tensors: list[Any], real: bool = True) -> Call:
-    """The call under the tables as they are."""
+    """The call under the tables as they are; rows across vectors go to Triton, as they did."""
     row_checks.use_tables(True)
     channel_plan.tuning_rows, channel_cuda.cuda_rows = CHANNEL_TABLES
     pool_plan.tuned = pool.POOL_TUNED
+    row_cluster.SHIFT_BYTES = 2**62
     if isinstance(row, Row):
         return Call.of(CATALOGUE[row.op], tensors, row.params, real=real)
     return row.call(tensors, real=real)
@@ -101,10 +106,7 @@ def prepare(row: Any, tiling: Any, tensors: list[Any]) -> Callable[..., Any]:
     from opkiln_norm import channel_norm as channels
     from opkiln_norm import row_norm as rows
 
-    row_cluster.SHIFT_BYTES = 2**62 if tiling == "triton" else 8192
     call = shipped_call(row, tensors)
-    if tiling == "triton":
-        return rows.prepare(call)
     if isinstance(row, pool.Row):
         if tiling is not None:
             pool.use(tiling)
@@ -113,6 +115,7 @@ def prepare(row: Any, tiling: Any, tensors: list[Any]) -> Callable[..., Any]:
         if tiling is not None:
             return channel_norm.prepare(row, tiling, call)
         return channel_cuda.prepare(call) or channels.prepare_forward(call)
+    row_cluster.SHIFT_BYTES = 2**62
     return rows.prepare(call if tiling is None else row_norm.make_call(row, tensors, tiling))
 
 
@@ -122,7 +125,7 @@ def warm(task: tuple[Any, Any]) -> dict[str, Any]:
     try:
         if tiling == "peer":
             compiled_peer(row, row.tensors("cuda"))()
-        elif tiling is None or tiling == "triton":
+        elif tiling is None:
             tensors = row.tensors("cuda")
             prepare(row, None, tensors)(*tensors)
         elif isinstance(row, Row):
@@ -269,7 +272,7 @@ def main() -> None:
             lines.append(f"{row.op} {row.label} {type(error).__name__}: {error}"[:300])
             continue
         found["candidates"] += [{"name": name_of(t), "status": e} for t, e in bad.items()]
-        more = {name_of(t): {"use": None if t in (None, "triton") else dataclasses.asdict(t)} | f
+        more = {name_of(t): {"use": None if t is None else dataclasses.asdict(t)} | f
                 for (r, t), f in resources.items() if r == row and t != "peer"}  # fmt: skip
         for c in found["candidates"]:
             c |= more.get(c["name"], {})

@@ -8,8 +8,8 @@ TOP = 3
 
 
 def name_of(tiling: Any) -> str:
-    if tiling is None or isinstance(tiling, str):
-        return tiling or "shipped"
+    if tiling is None:
+        return "shipped"
     kept = [
         f"{f.name}={getattr(tiling, f.name)}"
         for f in dataclasses.fields(tiling)

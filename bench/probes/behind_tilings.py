@@ -50,58 +50,46 @@ PERSISTENT_ADDED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     16384: ((1, 512, 2, 2), (1, 1024, 1, 1), (2, 512, 1, 2)),
     32768: ((1, 512, 4, 1), (1, 1024, 2, 1), (2, 1024, 1, 1)),
 }
-# Rows across vectors: vectors a thread, threads an SM, WEIGHT_AT of row_cluster.cu, as it was
-SHIFT = ((3, 1152, 2),)
-SHIFT_ADDED = ((2, 896, 1), (2, 896, 2))
-# a ring: vectors a thread, threads an SM, stages
-RING_SHIFT = ((4, 832, 2), (4, 832, 3), (3, 1088, 3), (6, 576, 3))
-RING_SHIFT_ADDED = ((4, 832, 2), (4, 416, 3), (3, 576, 3), (3, 544, 4), (2, 896, 3), (6, 288, 3), (3, 1088, 2))
+# Rows across vectors: vectors a thread, threads an SM, WEIGHT_AT, PREFETCH. None spills at 12289.
+SHIFT = ((4, 896, 1, True), (4, 896, 2, True), (3, 1152, 2, True), (3, 1152, 1, False),
+         (2, 896, 1, True), (6, 576, 2, True))  # fmt: skip
+SHIFT_CENTER = ((3, 1152, 2, True), (3, 1152, 2, False), (2, 896, 2, True), (2, 896, 1, True),
+                (6, 576, 2, True))  # fmt: skip
+SHIFT_ADDED = ((2, 896, 1, True), (2, 896, 2, True), (2, 896, 1, False), (3, 576, 2, True),
+               (4, 448, 1, True))  # fmt: skip
+LATER = Tiling(2048, 16, chunks=0, head=True, evict="evict_first")  # Inductor's way
 
 
 def row_tilings(row: Any) -> list[Tiling | ClusterTiling]:
-    """Of a row norm whose rows start at vectors: read twice, Inductor's way; a ring."""
-    return [*again_tilings(row), *([] if row.op.startswith("ada") else ring_tilings(row))]
-
-
-def again_tilings(row: Any) -> list[Tiling]:
-    found = []
-    for block_n in (512, 1024, 2048, 4096, 8192, 16384):
-        for warps in (2, 4, 8, 16, 32):
-            each = block_n // (row.warp * warps)
-            if row.n % block_n or row.n // block_n > 5 or each not in (1, 2):
-                continue
-            plain = Tiling(block_n, warps, chunks=0, head=True, evict="evict_first", static=True)
-            found.append(plain)
-            if not row.op.endswith("rms_norm"):
-                found.append(replace(plain, forward=True))
-            if row.n >= 32768 or row.adds and each == 1:
-                found += [replace(plain, store_cache=".cs")]
+    """Of a row norm whose rows start at vectors."""
+    size = row.n * row.itemsize
+    found: list[Tiling | ClusterTiling] = []
+    for *shape, place in (ONCE_ADDED if row.adds else ONCE)[size]:
+        plain = ClusterTiling(*shape, weight_at=place)
+        found += [plain, replace(plain, stream=True)]
+    for shape in (PERSISTENT_ADDED if row.adds else PERSISTENT)[size]:
+        ahead = ClusterTiling(*shape, persistent=True, weight_at=1, prefetch=True)
+        found += [ahead, replace(ahead, stream=True)]
+    if size == 16384 and not row.adds:
+        for threads, vectors, resident, ring in ((256, 4, 4, 3), (512, 2, 2, 6), (1024, 1, 1, 12)):
+            found.append(ClusterTiling(1, threads, vectors, resident, True, 1, ring=ring))
+    if size <= 32768:
+        found += [LATER, replace(LATER, evict=""), replace(LATER, block_n=4096)]
+        found += [replace(LATER, num_warps=8), replace(LATER, store_cache=".cs")]
     return found
 
 
-def ring_tilings(row: Any) -> list[ClusterTiling]:
-    if row.op != "layer_norm" or row.n not in (4096, 8192, 16384) or row.itemsize != 2:
-        return []
-    shapes = {4096: ((128, 4, 6, 2), (128, 4, 5, 3)), 8192: ((256, 4, 3, 2),), 16384: ((256, 8, 2, 3), (512, 4, 1, 3))}
-    found = [ClusterTiling(1, *s[:3], True, 1, ring=s[3]) for s in shapes[row.n]]
-    return [*found, *(replace(t, merge=True) for t in found)]
-
-
-def shift_tilings(row: Any) -> list[Any]:
+def shift_tilings(row: Any) -> list[ClusterTiling]:
     """Of a row norm whose rows lie across vectors."""
     vectors = most_vectors(row.n, 16 // row.itemsize)
-    found: list[Any] = ["triton"]
-    for ring, shapes in enumerate(((SHIFT, SHIFT_ADDED), (RING_SHIFT, RING_SHIFT_ADDED))):
-        for each, most, last in shapes[row.adds]:
-            threads = 32 * -(-vectors // (32 * each))
-            if threads <= min(1024, most):
-                t = ClusterTiling(1, threads, each, most // threads, True, last, prefetch=True)
-                if ring:
-                    t = replace(t, weight_at=1, ring=last, prefetch=False)
-                found.append(t)
-                if "layer" in row.op and ring:
-                    found.append(replace(t, merge=True))
-    return found
+    shapes = SHIFT_ADDED if row.adds else SHIFT_CENTER if "layer" in row.op else SHIFT
+    found = []
+    for each, most, place, prefetch in shapes:
+        threads = 32 * -(-vectors // (32 * each))
+        if threads <= 1024 and threads <= most:
+            t = ClusterTiling(1, threads, each, most // threads, True, place, prefetch=prefetch)
+            found += [t, replace(t, stream=True)]
+    return [*found, *(replace(t, persistent=False) for t in found if not t.prefetch)]
 
 
 def team_tilings(row: Any) -> list[Team]:

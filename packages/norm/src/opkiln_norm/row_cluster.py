@@ -3,8 +3,7 @@
 Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
 the op, element size, N and number of rows, or else `rule` does, and where every vector of 16 bytes
 is aligned, or else rows follow each other without a gap; the Triton kernel of row_norm serves the
-rest, and all of them without cuda-core. Only row_cluster.cu takes a residual, and rows that are
-not aligned.
+rest, and all of them without cuda-core.
 """
 
 import functools
@@ -45,7 +44,6 @@ class ClusterTiling:
     stream: bool = False
     ring: int = 0
     copies: int = 0
-    merge: bool = False
 
     @property
     def kernel(self) -> str:
@@ -64,9 +62,9 @@ class ClusterTiling:
     @property
     def own_macros(self) -> dict[str, int]:
         """Those of its kernel alone."""
-        own = {"row_ring": ("STAGES", self.ring), "row_decode": ("COPIES", self.copies)}
-        name, value = own.get(self.kernel, ("PREFETCH", int(self.prefetch)))
-        return {name: value}
+        if self.ring:
+            return {"STAGES": self.ring}
+        return {"COPIES": self.copies} if self.copies else {"PREFETCH": int(self.prefetch)}
 
     def ring_bytes(self, inputs: int) -> int:
         """Dynamic shared memory for x, or for x and the residual."""
@@ -77,12 +75,16 @@ class ClusterTiling:
 LONG_RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=1)
 FEW_RULE = ClusterTiling(8, 64, 2, weight_at=1)
 FEW_BYTES = 32768  # of x and the residual in a row: with less, a CTA's warps were as fast
-# Many rows that lie across vectors: a ring each, of as many threads as the row needs. An SM has
-# registers and shared memory for as many as here.
+# Many rows that lie across vectors: one CTA each, of as many threads as the row needs, at most
+# those here, which is what the registers allow without a spill. The ring only where an SM holds two
+# of its CTAs.
 SHIFT_BYTES = 8192  # shortest such row; 4097 columns take 78 us, by row_norm.py 138
-SHIFT_RULE = ClusterTiling(1, 832, 4, 1, True, weight_at=1, ring=2)
-SHIFT_RULES = dict.fromkeys(OPS, SHIFT_RULE) | {
-    "fused_add_layer_norm": ClusterTiling(1, 576, 3, 1, True, weight_at=1, ring=3),
+SHIFT_RING = ClusterTiling(1, 416, 4, 2, True, weight_at=1, ring=2)
+SHIFT_RULES = {
+    "rms_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
+    "layer_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
+    "fused_add_rms_norm": ClusterTiling(1, 896, 2, 1, True, weight_at=1, prefetch=True),
+    "fused_add_layer_norm": ClusterTiling(1, 896, 2, 1, True, weight_at=2, prefetch=True),
 }
 
 
@@ -122,7 +124,6 @@ class ClusterPlan:
             "WEIGHT_AT": t.weight_at,
             **{name: int(flag) for name, flag in flags.items()},
             "SHIFT": int(self.shift),
-            "MERGE": int(t.merge),
             **t.own_macros,
         }
 
@@ -182,13 +183,24 @@ def rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
 
 def shift_rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
     """Of many rows that lie across vectors."""
-    itemsize, most = call.tensors.input.dtype.itemsize, SHIFT_RULES[call.spec.name]
+    itemsize, op = call.tensors.input.dtype.itemsize, call.spec.name
     if rows <= row_plan.FEW_ROWS or n * itemsize < SHIFT_BYTES:
         return None
-    threads = 32 * -(-most_vectors(n, 16 // itemsize) // (32 * most.vectors))
+    vectors = most_vectors(n, 16 // itemsize)
+    ring = fitted(SHIFT_RING, vectors)
+    if ring and ring.resident == SHIFT_RING.resident and itemsize == 2:
+        if op != "fused_add_layer_norm":  # spills
+            return ring, "rule"
+    found = fitted(SHIFT_RULES[op], vectors)
+    return found and (found, "rule")
+
+
+def fitted(most: ClusterTiling, vectors: int) -> ClusterTiling | None:
+    """The tiling with the threads that so many vectors need, and more CTAs an SM if they are few."""
+    threads = 32 * -(-vectors // (32 * most.vectors))
     if threads > most.threads:
         return None
-    return replace(most, threads=threads, resident=most.threads * most.resident // threads), "rule"
+    return replace(most, threads=threads, resident=most.threads * most.resident // threads)
 
 
 def most_vectors(n: int, values: int) -> int:
@@ -197,7 +209,7 @@ def most_vectors(n: int, values: int) -> int:
 
 
 def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> bool:
-    """Whether row_cluster.cu's SHIFT serves the call. Not under batch invariance: a row's vectors
+    """Whether SHIFT serves the call. Not under batch invariance: a row's vectors
     depend on its place.
     """
     x, w, b = affine_metas(call)

@@ -5,18 +5,15 @@
 // passes. Long rows: a persistent grid; a thread that has written a vector asks for the same vector
 // of its next row.
 //
-// Macros: those of row.cuh. PREFETCH: ask for the next row while this one is written. SHIFT: rows
-// follow each other without a gap and do not start at vectors of memory, so that their first and
-// last vector have a part alone. A row is then read and written by the vectors of memory, `shift`
-// elements before it; all rows of a CTA have one shift, so that w and b, which have to be moved by
-// it, are moved once. Nothing outside the row is read or written. The row ends in the last strip.
+// Macros: those of row.cuh and row_shift.cuh. PREFETCH: ask for the next row while this one is
+// written. Nothing outside the row is read, with SHIFT neither.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 row_cluster(const char* x, const char* r, const char* w, const char* b, char* y, char* s,
             float* mean_out, float* rstd_out, i64 rows, i64 n, i64 x_stride, i64 r_stride,
             double eps) {
     extern __shared__ char weights[];  // [2][VECTORS][THREADS] Weight, if WEIGHT_AT is 2: w and b
-    __shared__ TheExchange exchange;
+    __shared__ Exchange exchange;
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int shift = SHIFT ? (int)(blockIdx.x / CLUSTER * n % VALUES) : 0;
     const i64 row_vectors = (shift + n + VALUES - 1) / VALUES;
@@ -95,10 +92,6 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
     if constexpr (CLUSTER > 1) wait();  // the others run: their shared memory may be written
 
     u32 sums_made = 0;
-#if MERGE
-    const Counts counts = counts_of(n, shift);
-    const auto has = [&](int i, int j) { return EVEN || (inside(i) && part(i).has(j)); };
-#endif
     for (; row < rows; row += step) {
         if constexpr (HAS_RESIDUAL) {
 #pragma unroll
@@ -110,18 +103,6 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
                 store_row_vector(s, row, i, sums);
             }
         }
-#if MERGE
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-#pragma unroll
-            for (int j = 0; j < VALUES; ++j) {
-                const float v = input(i, j);
-                sum += CENTER ? v : v * v;
-            }
-        const auto forget_row = [&](int i) { forget(xs[i]); };
-        const auto [mean, rstd] = row_moments(sum, input, has, forget_row, counts, (float)eps, exchange, sums_made);
-#else
         float mean = 0;
         if constexpr (CENTER) {
             float sum = 0;
@@ -145,7 +126,6 @@ row_cluster(const char* x, const char* r, const char* w, const char* b, char* y,
             }
         }
         const float rstd = rsqrtf(cluster_sum(moment, exchange, sums_made) / n + (float)eps);
-#endif
         if (rank == 0 && threadIdx.x == 0) {
             if (mean_out) mean_out[row] = mean;
             if (rstd_out) rstd_out[row] = rstd;

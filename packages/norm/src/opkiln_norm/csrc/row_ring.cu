@@ -25,7 +25,7 @@ row_ring(const char* x, const char* r, const char* w, const char* b, char* y, ch
          float* mean_out, float* rstd_out, i64 rows, i64 n, i64 x_stride, i64 r_stride,
          double eps) {
     extern __shared__ __align__(128) char ring[];  // [STAGES][INPUTS][SLICE]
-    __shared__ TheExchange exchange;
+    __shared__ Exchange exchange;
     __shared__ u64 filled[STAGES];
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const i64 step = gridDim.x / CLUSTER;
@@ -89,10 +89,6 @@ row_ring(const char* x, const char* r, const char* w, const char* b, char* y, ch
     else __syncthreads();
 
     u32 sums_made = 0, parity = 0;
-#if MERGE
-    const Counts counts = counts_of(n, shift);
-    const auto has = [&](int i, int j) { return EVEN || (inside(i) && part(i).has(j)); };
-#endif
     int stage = 0;
     for (; row < rows; row += step) {
         wait_phase(shared_address(filled + stage), parity);
@@ -133,15 +129,6 @@ row_ring(const char* x, const char* r, const char* w, const char* b, char* y, ch
                 sum += CENTER ? v : v * v;
             }
         }
-#if MERGE
-        const auto forget_row = [&](int i) { forget(xs[i]); };
-        const auto [mean, rstd] = row_moments(sum, input, has, forget_row, counts, (float)eps, exchange, sums_made);
-        if (threadIdx.x == 0 && row + STAGES * step < rows) fetch(row + STAGES * step, stage);
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-#else
         float mean = 0, moment = cluster_sum(sum, exchange, sums_made);
         if (threadIdx.x == 0 && row + STAGES * step < rows) fetch(row + STAGES * step, stage);
         if (++stage == STAGES) {
@@ -165,7 +152,6 @@ row_ring(const char* x, const char* r, const char* w, const char* b, char* y, ch
             moment = cluster_sum(moment, exchange, sums_made);
         }
         const float rstd = rsqrtf(moment / n + (float)eps);
-#endif
         if (rank == 0 && threadIdx.x == 0) {
             if (mean_out) mean_out[row] = mean;
             if (rstd_out) rstd_out[row] = rstd;

@@ -1,10 +1,9 @@
-// Rows that lie across vectors of memory: what SHIFT of row_cluster.cu and row_ring.cu adds. It
-// stands between row.cuh and the kernel.
+// What SHIFT adds to row_cluster.cu and row_ring.cu; it stands between row.cuh and the kernel.
 //
-// Rows follow each other without a gap and do not start at vectors of memory, so that their first
-// and last vector have a part alone. A row is then read and written by the vectors of memory,
+// SHIFT: rows follow each other without a gap and do not start at vectors of memory, so that their
+// first and last vector have a part alone. A row is then read and written by the vectors of memory,
 // `shift` elements before it; all rows of a CTA have one shift, so that w and b, which have to be
-// moved by it, are moved once. Only the row is written. The row ends in the last strip.
+// moved by it, are moved once. Nothing outside the row is written. The row ends in the last strip.
 
 // Elements low to high of a vector are the row's.
 struct Part {
