@@ -128,6 +128,12 @@ TABLE = {  # id: (itemsize, rows, n, tiling)
     "head-alone": (2, 2, 128, Tiling(64, 1, chunks=0, head=True, evict="evict_first")),
     "head-alone-of-one-block": (4, 2, 64, Tiling(64, 1, chunks=0, head=True)),
     "head-pipelined": (2, 2, 150, Tiling(32, 1, chunks=2, head=True, stages=3, packed=True)),
+    "head-static": (2, 2, 96, Tiling(32, 1, chunks=0, head=True, evict="evict_first", static=True)),
+    "head-static-tail": (4, 2, 150, Tiling(32, 1, chunks=2, head=True, static=True)),
+    "head-forward": (
+        2, 2, 96,
+        Tiling(32, 1, chunks=0, head=True, evict="evict_first", static=True, forward=True),
+    ),
 }
 
 
