@@ -108,6 +108,11 @@ def test_too_long_for_the_cluster_and_other_ops(use_tiling):
     assert row_cluster.plan_for(make_call("rms_norm", random(2, 1032, dtype=F16))) is None
     use_tiling("rms_norm", 2, 4088, COPIES)  # row_decode.cu takes rows that fill it
     assert row_cluster.plan_for(make_call("rms_norm", random(2, 4088, dtype=F16))) is None
+    for wrong in ({"copies": 3}, {"vectors": 2, "cluster": 2}, {"threads": 96, "copies": 4}):
+        tiling = dataclasses.replace(COPIES, **wrong)
+        n = 8 * tiling.lanes * tiling.vectors
+        use_tiling("rms_norm", 2, n, tiling)
+        assert row_cluster.plan_for(make_call("rms_norm", random(2, n, dtype=F16))) is None
     use_tiling("fused_add_rms_norm_inplace", 2, 1024, DECODE)
     call = make_call("fused_add_rms_norm_inplace", random(2, 1024, dtype=F16))
     assert row_cluster.plan_for(call) is None
@@ -363,5 +368,6 @@ def test_a_far_element_among_few_rows(at, use_tiling):
 @pytest.mark.parametrize("kernel", ["row_cluster", "row_ring", "row_decode"])
 def test_source_is_packaged(kernel):
     folder = Path(row_plan.__file__).parent / "csrc"
-    parts = [(folder / name).read_text("utf-8") for name in ("row.cuh", "row_shift.cuh", f"{kernel}.cu")]
+    names = ("row.cuh", "row_shift.cuh", f"{kernel}.cu")
+    parts = [(folder / name).read_text("utf-8") for name in names]
     assert "".join(parts) == row_cluster.source(kernel)

@@ -137,7 +137,8 @@ def affine_metas(call: Any) -> tuple[Any, Any, Any]:
 def source(kernel: str) -> str:
     """The translation unit of a kernel."""
     folder = resources.files("opkiln_norm").joinpath("csrc")
-    return "".join(folder.joinpath(n).read_text("utf-8") for n in ("row.cuh", "row_shift.cuh", f"{kernel}.cu"))
+    names = ("row.cuh", "row_shift.cuh", f"{kernel}.cu")
+    return "".join(folder.joinpath(n).read_text("utf-8") for n in names)
 
 
 def cluster_rows() -> list[dict[str, Any]]:
@@ -188,15 +189,14 @@ def shift_rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None
         return None
     vectors = most_vectors(n, 16 // itemsize)
     ring = fitted(SHIFT_RING, vectors)
-    if ring and ring.resident == SHIFT_RING.resident and itemsize == 2:
-        if op != "fused_add_layer_norm":  # spills
-            return ring, "rule"
+    if ring and ring.resident == 2 == itemsize and op != "fused_add_layer_norm":  # which spills
+        return ring, "rule"
     found = fitted(SHIFT_RULES[op], vectors)
     return found and (found, "rule")
 
 
 def fitted(most: ClusterTiling, vectors: int) -> ClusterTiling | None:
-    """The tiling with the threads that so many vectors need, and more CTAs an SM if they are few."""
+    """The tiling with the threads that the vectors need, and more CTAs an SM if they are few."""
     threads = 32 * -(-vectors // (32 * most.vectors))
     if threads > most.threads:
         return None
@@ -220,6 +220,12 @@ def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> b
         and all(m is None or m.dtype == x.dtype for m in (w, b))
         and ends_in_last_strip
     )
+
+
+def copyable(t: ClusterTiling) -> bool:
+    """Whether row_decode.cu takes the tiling: equal shares of a row, a power of two of warps."""
+    warps = t.threads // 32
+    return t.cluster == 1 and t.vectors % t.copies == 0 and warps == row_plan.power_of_two(warps)
 
 
 def chosen(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
@@ -256,7 +262,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
         and most_vectors(n, values) <= tiling.lanes * tiling.vectors
-        and (even or not tiling.copies)
+        and (not tiling.copies or (even and copyable(tiling)))
     )
     if not fits:
         return None
