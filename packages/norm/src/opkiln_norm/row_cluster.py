@@ -80,6 +80,7 @@ FEW_BYTES = 32768  # of x and the residual in a row: with less, a CTA's warps we
 # of its CTAs.
 SHIFT_BYTES = 8192  # shortest such row; 4097 columns take 78 us, by row_norm.py 138
 SHIFT_RING = ClusterTiling(1, 416, 4, 2, True, weight_at=1, ring=2)
+SHIFT_SPILLS = "fused_add_layer_norm"  # in the ring
 SHIFT_RULES = {
     "rms_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
     "layer_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
@@ -189,7 +190,7 @@ def shift_rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None
         return None
     vectors = most_vectors(n, 16 // itemsize)
     ring = fitted(SHIFT_RING, vectors)
-    if ring and ring.resident == 2 == itemsize and op != "fused_add_layer_norm":  # which spills
+    if ring and ring.resident == SHIFT_RING.resident and itemsize == 2 and op != SHIFT_SPILLS:
         return ring, "rule"
     found = fitted(SHIFT_RULES[op], vectors)
     return found and (found, "rule")
@@ -209,8 +210,8 @@ def most_vectors(n: int, values: int) -> int:
 
 
 def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> bool:
-    """Whether SHIFT serves the call. Not under batch invariance: a row's vectors
-    depend on its place.
+    """Whether SHIFT serves the call. Not under batch invariance: a row's vectors depend on its
+    place.
     """
     x, w, b = affine_metas(call)
     ends_in_last_strip = -(-n * x.dtype.itemsize // 16) > tiling.lanes * (tiling.vectors - 1)

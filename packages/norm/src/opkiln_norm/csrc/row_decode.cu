@@ -1,9 +1,9 @@
 // Row norms of few rows: y[m, n] = ((x[m, n] + r[m, n]) - mean[m]) * rstd[m] * w[n] + b[n].
 //
-// Little but latency counts. COPIES CTAs take a row: each reads all of x and r and makes the same
-// sums, so that none waits for another, but reads w and b and writes y and s only for its share.
-// A CTA's warps meet once. Loads are all under way before the first is waited for; what does not
-// need the sums is done before the barrier.
+// Little but latency counts. COPIES CTAs take a row: each reads all of x and r and sums them, its
+// own share first, so that none waits for another, but reads w and b and writes y and s only for its
+// share. A CTA's warps meet once. Loads are all under way before the first is waited for; what does
+// not need the sums is done before the barrier.
 //
 // Macros: those of row.cuh; CLUSTER 1, EVEN 1, WEIGHT_AT 1; COPIES, which divides VECTORS.
 
