@@ -59,18 +59,17 @@ def row_norms() -> Iterator[Case]:
 
     # A plan is kept by shape, so every tiling has a number of rows of its own.
     for rows, use in zip(
-        (300, 301, 302, 303),
+        (300, 301, 302, 303, 3),
         (
             {"cluster": 2, "threads": 128, "vectors": 2},
             {"cluster": 4, "threads": 64, "vectors": 2, "persistent": True, "prefetch": True},
             {"cluster": 2, "threads": 128, "vectors": 2, "ring": 2, "persistent": True},
             {"cluster": 2, "threads": 128, "vectors": 2, "ring": 1, "persistent": True},
+            {"cluster": 1, "threads": 256, "vectors": 2, "copies": 2},
         ),
         strict=True,
     ):
         for op in ("rms_norm", "layer_norm", "fused_add_rms_norm"):
-            if "ring" in use and op == "fused_add_rms_norm":
-                continue
             yield (
                 f"{op} {use}",
                 lambda op=op, r=rows, use=use: clustered(row_cluster, F, op, r, use),
@@ -79,14 +78,15 @@ def row_norms() -> Iterator[Case]:
 
 def clustered(module: Any, functional: Any, op: str, rows: int, use: dict[str, Any]) -> Any:
     """A row norm by the CUDA kernel, whatever the tuning table says."""
-    row = {"op": op, "itemsize": 2, "n": 4000, "rows": [1, None], "label": "sanitize", "use": use}
+    n = 4096 if "copies" in use else 4000
+    row = {"op": op, "itemsize": 2, "n": n, "rows": [1, None], "label": "sanitize", "use": use}
     module.cluster_rows = lambda: [row]
-    x, w = on_gpu(rows, 4000), on_gpu(4000)
+    x, w = on_gpu(rows, n), on_gpu(n)
     if op == "layer_norm":
-        return functional.layer_norm(x, (4000,), w, w, backend="opkiln")
+        return functional.layer_norm(x, (n,), w, w, backend="opkiln")
     if op == "rms_norm":
-        return functional.rms_norm(x, (4000,), w, backend="opkiln")
-    return functional.fused_add_rms_norm(x, on_gpu(rows, 4000), (4000,), w, backend="opkiln")
+        return functional.rms_norm(x, (n,), w, backend="opkiln")
+    return functional.fused_add_rms_norm(x, on_gpu(rows, n), (n,), w, backend="opkiln")
 
 
 def channel_norms() -> Iterator[Case]:

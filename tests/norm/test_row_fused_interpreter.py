@@ -99,6 +99,7 @@ TABLE = {  # id: (itemsize, rows, n, tiling)
     "even-rows-left-over": (4, 3, 64, Tiling(32, 1, block_m=2, chunks=2, preload=True)),
     "head-pipelined": (2, 2, 150, Tiling(32, 1, chunks=2, head=True, stages=3)),
     "head-even": (4, 2, 128, Tiling(32, 1, chunks=1, head=True, evict="evict_first")),
+    "head-static": (4, 2, 128, Tiling(64, 1, chunks=0, head=True, static=True, forward=True)),
 }
 
 

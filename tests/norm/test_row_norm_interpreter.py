@@ -119,6 +119,7 @@ def test_a_batch_invariant_row_is_not_shifted(monkeypatch):
     assert plan_for(Call.of(*call, policy=Policy(batch_invariant=True))).shift == 0
 
 
+STATIC = Tiling(32, 1, chunks=0, head=True, evict="evict_first", static=True)
 TABLE = {  # id: (itemsize, rows, n, tiling)
     "persistent": (4, 7, 40, Tiling(64, 1, block_m=2, programs_per_sm=2, stages=2)),
     "persistent-preload": (2, 5, 64, Tiling(64, 1, programs_per_sm=1, preload=True)),
@@ -128,6 +129,9 @@ TABLE = {  # id: (itemsize, rows, n, tiling)
     "head-alone": (2, 2, 128, Tiling(64, 1, chunks=0, head=True, evict="evict_first")),
     "head-alone-of-one-block": (4, 2, 64, Tiling(64, 1, chunks=0, head=True)),
     "head-pipelined": (2, 2, 150, Tiling(32, 1, chunks=2, head=True, stages=3, packed=True)),
+    "head-static": (2, 2, 96, STATIC),
+    "head-static-tail": (4, 2, 150, Tiling(32, 1, chunks=2, head=True, static=True)),
+    "head-forward": (2, 2, 96, dataclasses.replace(STATIC, forward=True)),
 }
 
 

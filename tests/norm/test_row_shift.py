@@ -1,4 +1,4 @@
-"""Row norms whose rows lie across vectors of 16 bytes (SHIFT of row_cluster.cu)."""
+"""Row norms whose rows lie across vectors of 16 bytes (row_shift.cuh)."""
 
 import dataclasses
 import pathlib
@@ -40,10 +40,14 @@ def test_most_vectors(n, values, most):
 
 
 RULED = {  # id: (op, rows, columns of f16, threads, or None for Triton's)
-    "12289": ("rms_norm", MANY, 12289, 544),
-    "even": ("rms_norm", MANY, 12290, 544),
-    "centred": ("layer_norm", MANY, 12289, 544),
-    "added": ("fused_add_rms_norm", MANY, 12289, 800),
+    "12289": ("rms_norm", MANY, 12289, 416),
+    "even": ("rms_norm", MANY, 12290, 416),
+    "centred": ("layer_norm", MANY, 12289, 416),
+    "added": ("fused_add_rms_norm", MANY, 12289, 416),
+    "longest-ring": ("layer_norm", MANY, 13305, 416),
+    "too-long-for-two-rings": ("layer_norm", MANY, 13313, 576),
+    "shortest-ring": ("fused_add_rms_norm", MANY, 8193, 288),
+    "too-short-for-two-rings": ("fused_add_rms_norm", MANY, 8185, 512),
     "added-and-centred": ("fused_add_layer_norm", MANY, 12289, 800),
     "few": ("rms_norm", MANY - 1, 12289, None),
     "short": ("rms_norm", MANY, 4095, None),
@@ -61,6 +65,8 @@ def test_rule(case):
     if plan:
         assert (plan.shift, plan.even, plan.tiling.cluster) == (True, False, 1)
         lanes, most = plan.tiling.lanes, row_cluster.SHIFT_RULES[op]
+        if plan.tiling.ring:
+            most = row_cluster.SHIFT_RING
         room = most.threads * most.resident  # threads an SM has registers for
         assert room - threads < threads * plan.tiling.resident <= room
         assert lanes * (plan.tiling.vectors - 1) < -(-n // 8)  # all strips but the last are full
@@ -120,8 +126,9 @@ def test_compiles_without_a_stack(op, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv("OPKILN_CACHE", str(tmp_path))
     call = make_call(op, empty(MANY, 12289 * 2 // dtype.itemsize | 1, dtype), dtype, dtype)
     plan = row_cluster.plan_for(call)
+    assert (plan.tiling.ring > 0) == (dtype != F32 and op != "fused_add_layer_norm")
     path = tmp_path / "kernel.cubin"
-    source = row_cluster.source("row_cluster")
+    source = row_cluster.source(plan.tiling.kernel)
     path.write_bytes(cuda.compile_cubin(source, "sm_90a", plan.macros(call)))
     folder = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     tool = [str(folder / "cuobjdump"), "--dump-resource-usage", str(path)]
@@ -133,10 +140,11 @@ def test_compiles_without_a_stack(op, dtype, monkeypatch, tmp_path):
 @OPS
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("extra", [1, 2, 7])
-def test_results(op, dtype, extra):
+@pytest.mark.parametrize("size", [row_cluster.SHIFT_BYTES, 2 * 12288])
+def test_results(op, dtype, extra, size):
     """More rows than run at once, of every shift."""
-    n = row_cluster.SHIFT_BYTES // dtype.itemsize + extra
-    x = random(700, n, dtype=dtype)
+    n = size // dtype.itemsize + extra
+    x = random(1100, n, dtype=dtype)
     tensors = operands(op, x, dtype, dtype)
     assert row_cluster.prepare(Call.of(CATALOGUE[op], tensors, params(n))) is not None
     run(op, tensors, params(n))

@@ -3,8 +3,7 @@
 Serves rms_norm, layer_norm and both with a residual where `cluster_rows` of tuning/sm90.json names
 the op, element size, N and number of rows, or else `rule` does, and where every vector of 16 bytes
 is aligned, or else rows follow each other without a gap; the Triton kernel of row_norm serves the
-rest, and all of them without cuda-core. Only row_cluster.cu takes a residual, and rows that are
-not aligned.
+rest, and all of them without cuda-core.
 """
 
 import functools
@@ -31,7 +30,8 @@ OPS = ("rms_norm", "layer_norm", "fused_add_rms_norm", "fused_add_layer_norm")
 class ClusterTiling:
     """What the tuning table sets: see the macros of csrc/row.cuh for the meaning of each.
 
-    ring: the number of stages of row_ring.cu; 0: it is row_cluster.cu.
+    ring: the number of stages of row_ring.cu. copies: COPIES of row_decode.cu. With neither it is
+    row_cluster.cu.
     """
 
     cluster: int
@@ -43,10 +43,11 @@ class ClusterTiling:
     prefetch: bool = False
     stream: bool = False
     ring: int = 0
+    copies: int = 0
 
     @property
     def kernel(self) -> str:
-        return "row_ring" if self.ring else "row_cluster"
+        return "row_ring" if self.ring else "row_decode" if self.copies else "row_cluster"
 
     @property
     def lanes(self) -> int:
@@ -61,21 +62,25 @@ class ClusterTiling:
     @property
     def own_macros(self) -> dict[str, int]:
         """Those of its kernel alone."""
-        return {"STAGES": self.ring} if self.ring else {"PREFETCH": int(self.prefetch)}
+        if self.ring:
+            return {"STAGES": self.ring}
+        return {"COPIES": self.copies} if self.copies else {"PREFETCH": int(self.prefetch)}
 
-    @property
-    def ring_bytes(self) -> int:
-        """Dynamic shared memory for x."""
+    def ring_bytes(self, inputs: int) -> int:
+        """Dynamic shared memory for x, or for x and the residual."""
         # cuda.py raises a kernel's limit only for more than 48 KB, beside which are the barriers
-        return self.ring * self.slice_bytes + 16 if self.ring else 0
+        return self.ring * inputs * self.slice_bytes + 16 if self.ring else 0
 
 
 LONG_RULE = ClusterTiling(1, 512, 8, persistent=True, weight_at=1, ring=1)
 FEW_RULE = ClusterTiling(8, 64, 2, weight_at=1)
 FEW_BYTES = 32768  # of x and the residual in a row: with less, a CTA's warps were as fast
 # Many rows that lie across vectors: one CTA each, of as many threads as the row needs, at most
-# those here, which is what the registers allow without a spill.
+# those here, which is what the registers allow without a spill. The ring only where an SM holds two
+# of its CTAs.
 SHIFT_BYTES = 8192  # shortest such row; 4097 columns take 78 us, by row_norm.py 138
+SHIFT_RING = ClusterTiling(1, 416, 4, 2, True, weight_at=1, ring=2)
+SHIFT_SPILLS = "fused_add_layer_norm"  # in the ring
 SHIFT_RULES = {
     "rms_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
     "layer_norm": ClusterTiling(1, 576, 3, 2, True, weight_at=2, prefetch=True),
@@ -119,8 +124,8 @@ class ClusterPlan:
             "RESIDENT": t.resident,
             "WEIGHT_AT": t.weight_at,
             **{name: int(flag) for name, flag in flags.items()},
+            "SHIFT": int(self.shift),
             **t.own_macros,
-            **({} if t.ring else {"SHIFT": int(self.shift)}),
         }
 
 
@@ -133,7 +138,8 @@ def affine_metas(call: Any) -> tuple[Any, Any, Any]:
 def source(kernel: str) -> str:
     """The translation unit of a kernel."""
     folder = resources.files("opkiln_norm").joinpath("csrc")
-    return "".join(folder.joinpath(n).read_text("utf-8") for n in ("row.cuh", f"{kernel}.cu"))
+    names = ("row.cuh", "row_shift.cuh", f"{kernel}.cu")
+    return "".join(folder.joinpath(n).read_text("utf-8") for n in names)
 
 
 def cluster_rows() -> list[dict[str, Any]]:
@@ -179,13 +185,23 @@ def rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
 
 def shift_rule(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
     """Of many rows that lie across vectors."""
-    itemsize, most = call.tensors.input.dtype.itemsize, SHIFT_RULES[call.spec.name]
+    itemsize, op = call.tensors.input.dtype.itemsize, call.spec.name
     if rows <= row_plan.FEW_ROWS or n * itemsize < SHIFT_BYTES:
         return None
-    threads = 32 * -(-most_vectors(n, 16 // itemsize) // (32 * most.vectors))
+    vectors = most_vectors(n, 16 // itemsize)
+    ring = fitted(SHIFT_RING, vectors)
+    if ring and ring.resident == SHIFT_RING.resident and itemsize == 2 and op != SHIFT_SPILLS:
+        return ring, "rule"
+    found = fitted(SHIFT_RULES[op], vectors)
+    return found and (found, "rule")
+
+
+def fitted(most: ClusterTiling, vectors: int) -> ClusterTiling | None:
+    """The tiling with the threads that the vectors need, and more CTAs an SM if they are few."""
+    threads = 32 * -(-vectors // (32 * most.vectors))
     if threads > most.threads:
         return None
-    return replace(most, threads=threads, resident=most.threads * most.resident // threads), "rule"
+    return replace(most, threads=threads, resident=most.threads * most.resident // threads)
 
 
 def most_vectors(n: int, values: int) -> int:
@@ -194,18 +210,23 @@ def most_vectors(n: int, values: int) -> int:
 
 
 def shiftable(call: Any, tiling: ClusterTiling, n: int, strides: list[int]) -> bool:
-    """Whether row_cluster.cu's SHIFT serves the call. Not under batch invariance: a row's vectors
-    depend on its place.
+    """Whether SHIFT serves the call. Not under batch invariance: a row's vectors depend on its
+    place.
     """
     x, w, b = affine_metas(call)
     ends_in_last_strip = -(-n * x.dtype.itemsize // 16) > tiling.lanes * (tiling.vectors - 1)
     return (
         not call.policy.batch_invariant
-        and tiling.kernel == "row_cluster"
         and all(stride == n for stride in strides)
         and all(m is None or m.dtype == x.dtype for m in (w, b))
         and ends_in_last_strip
     )
+
+
+def copyable(t: ClusterTiling) -> bool:
+    """Whether row_decode.cu takes the tiling: equal shares of a row, a power of two of warps."""
+    warps = t.threads // 32
+    return t.cluster == 1 and t.vectors % t.copies == 0 and warps == row_plan.power_of_two(warps)
 
 
 def chosen(call: Any, n: int, rows: int) -> tuple[ClusterTiling, str] | None:
@@ -234,6 +255,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
     columns_dense = all(o.stride_n is None for o in operands)
     metas = [m for m in vars(call.tensors).values() if m is not None]
     shift = any(size % values for size in (n, *strides))
+    even = not shift and n == tiling.lanes * tiling.vectors * values
     fits = (
         columns_dense
         and len(sizes) <= 1
@@ -241,7 +263,7 @@ def plan_for(call: Any) -> ClusterPlan | None:
         and all(m.aligned for m in metas)
         and (w is None or b is None or w.dtype == b.dtype)
         and most_vectors(n, values) <= tiling.lanes * tiling.vectors
-        and not (tiling.kernel != "row_cluster" and "fused_add" in call.spec.name)
+        and (not tiling.copies or (even and copyable(tiling)))
     )
     if not fits:
         return None
@@ -254,8 +276,8 @@ def plan_for(call: Any) -> ClusterPlan | None:
         n=n,
         x_stride=strides[0],
         r_stride=strides[-1],
-        even=not shift and n == tiling.lanes * tiling.vectors * values,
-        shared_bytes=tiling.ring_bytes + weight_bytes,
+        even=even,
+        shared_bytes=tiling.ring_bytes(1 + hasattr(call.tensors, "residual")) + weight_bytes,
         shift=shift,
     )
 
@@ -267,7 +289,7 @@ def prepare(call: Any) -> Callable[..., Any] | None:
         return None
     t, device = plan.tiling, call.device
     kernel = cuda.load(source(t.kernel), t.kernel, device, plan.macros(call))
-    clusters = plan.rows
+    clusters = plan.rows * max(t.copies, 1)
     if t.persistent:
         kernel.configure((t.cluster, 1, 1), (t.threads, 1, 1), plan.shared_bytes, t.cluster)
         values = 16 // call.tensors.input.dtype.itemsize

@@ -51,6 +51,7 @@ def normalize_tile(
     PACKED: tl.constexpr, ALIGN: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
+    COLUMNS: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BLOCK_M and following. `w`, `b`: tiles of an affine that was loaded before."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -77,6 +78,8 @@ def normalize_tile(
     start = 0
     if HEAD:
         head_blocks = tl.cdiv(N, BLOCK_N) - CHUNKS
+        if COLUMNS:  # the loops are unrolled, all loads of a pass under way at once
+            head_blocks = (COLUMNS + BLOCK_N - 1) // BLOCK_N - CHUNKS
         start = head_blocks * BLOCK_N
 
     x = ()
@@ -148,7 +151,7 @@ def normalize_tile(
         write_head(
             x_rows, r_rows, w_rows, b_rows, g_rows, y_rows, s_rows,
             stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, stride_yn, stride_sn,
-            head_blocks, mean, rstd, offset, BLOCK_N, STAGES, EVICT, STORE_CACHE,
+            head_blocks, mean, rstd, offset, BLOCK_N, STAGES, EVICT, STORE_CACHE, FORWARD,
         )  # fmt: skip
 
 
@@ -161,6 +164,7 @@ def row_norm_kernel(
     PRELOAD: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
+    COLUMNS: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(M, BLOCK_M) programs, or fewer if PERSISTENT. N = n_units * ALIGN.
 
@@ -168,11 +172,14 @@ def row_norm_kernel(
     after it (an [N] one before x), so that their latencies overlap; an [N] one not with HEAD.
     y_ptr, s_ptr None: in place. SHIFT: elements of a vector of 16 bytes, where rows follow each
     other without a gap but do not start at vectors: a tile starts with the vector in which its row
-    does, `shift` elements before the row. 0: columns start at the row.
+    does, `shift` elements before the row. 0: columns start at the row. COLUMNS: N if it is compiled
+    in, else 0. FORWARD: see `write_head`.
     """
     N = n_units * ALIGN
     if EVEN and not HEAD:
         N = CHUNKS * BLOCK_N
+    if COLUMNS:
+        N = COLUMNS
     w = ()
     b = ()
     if PRELOAD and w_strides is None:
@@ -188,7 +195,7 @@ def row_norm_kernel(
                 inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
                 stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
                 CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN, SHIFT,
-                BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
+                BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE, COLUMNS, FORWARD,
             )  # fmt: skip
     else:
         normalize_tile(
@@ -196,7 +203,7 @@ def row_norm_kernel(
             inner_sizes, x_strides, r_strides, w_strides, b_strides, g_strides,
             stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, M, N, eps, offset,
             CENTER, HEAD, EVEN, PRELOAD, PACKED, ALIGN, SHIFT,
-            BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE,
+            BLOCK_M, BLOCK_N, CHUNKS, STAGES, EVICT, STORE_CACHE, COLUMNS, FORWARD,
         )  # fmt: skip
 
 

@@ -47,6 +47,8 @@ class Tiling:
     packed: bool = False
     evict: str = ""
     store_cache: str = ""
+    static: bool = False  # N is compiled in
+    forward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class RowPlan:
             "STAGES": t.stages,
             "EVICT": t.evict,
             "STORE_CACHE": t.store_cache,
+            "COLUMNS": self.n if t.static else 0,
+            "FORWARD": t.forward,
         }
 
 

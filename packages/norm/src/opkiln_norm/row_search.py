@@ -64,7 +64,10 @@ def row_neighbours(plan: row_plan.RowPlan, call: Any) -> Iterator[Tiling]:
     for block_n in tilings.beside(t.block_n, 32 * vector, row_plan.power_of_two(plan.n)):
         chunks = t.chunks if t.head else -(-plan.n // block_n)
         yield from filter(fits, (replace(t, block_n=block_n, chunks=chunks),))
-    if not t.head:
+    if t.head:
+        yield replace(t, static=not t.static)
+        yield replace(t, forward=not t.forward)
+    else:
         for block_m in tilings.beside(t.block_m, 1, 64):
             yield from filter(fits, (replace(t, block_m=block_m),))
         yield replace(t, preload=not t.preload)
@@ -87,6 +90,10 @@ def cluster_starts(call: Any, plan: row_plan.RowPlan) -> Iterator[ClusterTiling]
             threads = vectors // (cluster * depth)
             if threads * cluster * depth == vectors and threads in (64, 128, 256, 512, 1024):
                 yield ClusterTiling(cluster, threads, depth, weight_at=1)
+        for threads, copies in product((128, 256, 512), (2, 4)):
+            depth = vectors // threads
+            if threads * depth == vectors and depth in (2, 4, 8):
+                yield ClusterTiling(1, threads, depth, weight_at=1, copies=copies)
     elif 16 * vectors >= LONG_BYTES:
         for threads, depth in SHAPES:
             cluster = vectors // (threads * depth)
@@ -100,6 +107,10 @@ def cluster_neighbours(t: ClusterTiling) -> Iterator[ClusterTiling]:
         vectors = t.vectors * t.threads // threads
         if vectors and vectors * threads == t.vectors * t.threads:
             yield replace(t, threads=threads, vectors=vectors)
+    if t.copies:
+        for copies in tilings.beside(t.copies, 1, t.vectors):
+            yield replace(t, copies=copies)
+        return
     for cluster in tilings.beside(t.cluster, 1, row_cluster.MAX_CLUSTER):
         threads = t.threads * t.cluster // cluster
         if 64 <= threads <= 1024 and threads * cluster == t.threads * t.cluster:

@@ -164,11 +164,11 @@ def load_affines(
 
 
 @triton.jit
-def load_whole(ptrs, cols, stride_n):
+def load_whole(ptrs, cols, stride_n, KEEP: tl.constexpr):
     """One full block of a weight, bias or gate; None where it is absent."""
     tile = None
     if ptrs is not None:
-        tile = load_columns(ptrs, cols, stride_n, None, "")
+        tile = load_columns(ptrs, cols, stride_n, None, KEEP)
     return tile
 
 
@@ -239,17 +239,23 @@ def write_head(
     stride_xn, stride_rn, stride_wn, stride_bn, stride_gn, stride_yn, stride_sn,
     blocks, mean, rstd, offset,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr, STORE_CACHE: tl.constexpr,
+    FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """The row's first `blocks`, last first: what was read last is the likeliest still in L2.
+    """The row's first `blocks`, last first: what was read last is the likeliest still in L2. Or if
+    FORWARD first first.
 
     The sum is stored here and not in the first pass: in place it lies where r is read again.
     """
+    KEEP: tl.constexpr = "evict_last" if FORWARD and EVICT != "" else ""  # all rows meet them
     for i in tl.range(0, blocks, num_stages=STAGES):
-        cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        j = blocks - 1 - i
+        if FORWARD:
+            j = i
+        cols = j * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         x = load_sum(x_row, r_row, cols, stride_xn, stride_rn, None, EVICT).to(tl.float32)
-        w = load_whole(w_row, cols, stride_wn)
-        b = load_whole(b_row, cols, stride_bn)
-        g = load_whole(g_row, cols, stride_gn)
+        w = load_whole(w_row, cols, stride_wn, KEEP)
+        b = load_whole(b_row, cols, stride_bn, KEEP)
+        g = load_whole(g_row, cols, stride_gn, "")
         if s_row is not None:
             store_columns(s_row, cols, stride_sn, x, None, STORE_CACHE)
         y = modulate(x, mean, rstd, w, b, g, offset)
