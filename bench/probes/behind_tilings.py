@@ -9,7 +9,7 @@ import common
 sys.path[:0] = [str(common.ROOT / p) for p in ("core/src", "packages/norm/src")]
 sys.path[:0] = [str(common.ROOT / "packages/pool/src")]
 
-from opkiln_norm.channel_cuda_tilings import Team  # noqa: E402
+from opkiln_norm.channel_cuda_tilings import Flat, Team  # noqa: E402
 from opkiln_norm.row_cluster import ClusterTiling, most_vectors  # noqa: E402
 from opkiln_norm.row_plan import Tiling  # noqa: E402
 from opkiln_pool.pool_plan import Tiling as PoolTiling  # noqa: E402
@@ -92,7 +92,7 @@ def shift_tilings(row: Any) -> list[ClusterTiling]:
     return [*found, *(replace(t, persistent=False) for t in found if not t.prefetch)]
 
 
-def team_tilings(row: Any) -> list[Team]:
+def team_tilings(row: Any) -> list[Team | Flat]:
     """Of instance norm, and of batch norm with given statistics: warps a set, samples of a channel
     in a CTA, parameters through L1.
     """
@@ -108,7 +108,8 @@ def team_tilings(row: Any) -> list[Team]:
                     found.append(replace(one, teams=teams, grouped=True))
     if "running" in row.flags and "eval" not in row.flags:
         found = [t for t in found if t.teams == samples]
-    return found
+    flat = [Flat(threads, 16, l1) for threads in (256, 512, 1024) for l1 in (False, True)]
+    return [*found, *flat]
 
 
 def pool_tilings(row: Any) -> list[PoolTiling]:

@@ -27,19 +27,6 @@ sys.path[:0] = [str(ROOT / folder / "src") for folder in FOLDERS]
 from sanitize_backwards import misc_backwards, pool_backwards  # noqa: E402
 from sanitize_norms import Case, channel_norms, on_gpu, row_norms  # noqa: E402
 
-PLANTED_SOURCE = """
-extern "C" __global__ void planted_memory(int* x, long long n) { x[n + threadIdx.x] = 1; }
-extern "C" __global__ void planted_race(int* x, long long n) {
-    __shared__ int s[64];
-    s[threadIdx.x] = x[threadIdx.x];
-    x[threadIdx.x] = s[63 - threadIdx.x];
-}
-extern "C" __global__ void planted_sync(int* x, long long n) {
-    if (threadIdx.x % 32 < 16) __syncthreads();
-    x[threadIdx.x] = 1;
-}
-"""
-
 
 def pools() -> Iterator[Case]:
     import torch
@@ -254,24 +241,11 @@ def kernels_of(family: str) -> set[str]:
     return found
 
 
-def planted(name: str) -> None:
-    """Launch the kernel with the error of this name."""
-    import torch
-    from opkiln.device import cuda
-
-    x = torch.zeros(1000, dtype=torch.int32).cuda()
-    if name.endswith("_triton"):
-        planted_memory_triton[(1,)](x, 1000, num_warps=1)
-    else:
-        run = cuda.load(PLANTED_SOURCE, name, x.device).configure((1, 1, 1), (64, 1, 1))
-        run(x, 1000)
-    torch.cuda.synchronize()
-
-
 def main() -> None:
     family, status, *errors = sys.argv[1:]
     import torch
     from opkiln.device import cuda
+    from sanitize_planted import planted
     from triton import knobs
 
     told: dict[str, Any] = {"cases": {}, "kernels": []}
@@ -296,7 +270,7 @@ def main() -> None:
         pathlib.Path(status).write_text(json.dumps(told), "utf-8")
     for name in errors:
         try:
-            planted(name)
+            planted(name, planted_memory_triton)
         except Exception as error:  # that it was found is what the log tells
             print(f"{name}: {type(error).__name__}", flush=True)
     told["finished"] = True

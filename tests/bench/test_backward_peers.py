@@ -117,7 +117,7 @@ def test_torch_compile_gets_one_graph(name: str, monkeypatch: pytest.MonkeyPatch
     """
     compile_ = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda fn, dynamic: compile_(fn, backend="eager", fullgraph=True)
+        torch, "compile", lambda fn, dynamic, mode: compile_(fn, backend="eager", fullgraph=True)
     )
     torch._dynamo.reset()
     row = in_float32(name) if "pool" in name else SMALLEST[name]

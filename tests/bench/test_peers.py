@@ -37,9 +37,21 @@ def rms_call(n: int = 8, **arguments: Any) -> Call:
 
 def test_torch_compile_serves_every_op_by_name_only() -> None:
     impls = torch_compile.implementations()
-    assert {i.op for i in impls} == set(CATALOGUE)
+    assert {i.op for i in impls if i.backend == "torch-compile"} == set(CATALOGUE)
     assert not any(i.auto for i in impls)
     assert "torch-compile" in REGISTRY.of("rms_norm")
+
+
+def test_inductor_searches_for_convolutions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = {i.op for i in torch_compile.implementations() if i.backend == "torch-max-autotune"}
+    assert tuned == {"conv1d", "conv2d", "conv3d"}
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: asked.append(options))
+    for backend in ("torch-compile", "torch-max-autotune"):
+        REGISTRY.of("conv1d")[backend].loader()(
+            bring(ROWS["Conv1dFwd", "encodec-init", "f16"], CPU).call
+        )
+    assert [options["mode"] for options in asked] == [None, "max-autotune-no-cudagraphs"]
 
 
 def test_a_library_that_is_absent_registers_nothing() -> None:
@@ -328,7 +340,7 @@ def test_torch_compile_gets_one_graph(row: Row, monkeypatch: pytest.MonkeyPatch)
     """No graph break, and the right result in the right dtype: it is not slowed down by us."""
     compile_ = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda fn, dynamic: compile_(fn, backend="eager", fullgraph=True)
+        torch, "compile", lambda fn, dynamic, mode: compile_(fn, backend="eager", fullgraph=True)
     )
     torch._dynamo.reset()
     subject = bring(row, CPU)

@@ -27,7 +27,7 @@ from opkiln.device import cuda
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_norm import channel_cuda
-from opkiln_norm.channel_cuda_tilings import Columns, Ring, Team, Tiling
+from opkiln_norm.channel_cuda_tilings import Columns, Flat, Ring, Team, Tiling
 
 TRAIN = {"training": True, "momentum": 0.1, "eps": 1e-5}
 OWN = {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
@@ -70,6 +70,13 @@ def given(x: torch.Tensor) -> Call:
     channels = x.shape[1]
     tensors = [x, *running(channels), *affine(channels)]
     return Call.of(CATALOGUE["instance_norm"], tensors, OWN | {"use_input_stats": False})
+
+
+def evaluate(x: torch.Tensor) -> Call:
+    """batch_norm with given statistics."""
+    channels = x.shape[1]
+    tensors = [x, *running(channels), *affine(channels)]
+    return Call.of(CATALOGUE["batch_norm"], tensors, TRAIN | {"training": False})
 
 
 def gradients(x: torch.Tensor) -> Call:
@@ -122,6 +129,8 @@ CALLS = {  # id: (call, tiling, grid, block)
     ),
     "team-planes-at-once": (lambda: train(random(6, 5, 16, 16)), Team(16, 4, 1, 3), 5, 128),
     "team-backward": (lambda: gradients(random(3, 5, 28, 28)), Team(16, 4, 1, 5), 5, 128),
+    "flat": (lambda: given(random(3, 5, 28, 28, dtype=F16)), Flat(128), 12, 128),
+    "flat-batch-norm": (lambda: evaluate(random(2, 5, 256)), Flat(256, through_l1=False), 3, 256),
     "columns": (lambda: train(random(9, 70, dtype=BF16)), Columns(4, 3, 32), 2, 128),
     "columns-backward": (lambda: gradients(random(9, 70)), Columns(4, 3, 32), 3, 128),
     "columns-one-warp": (lambda: train(random(9, 70, dtype=BF16)), Columns(1, 3, 8), 5, 32),
@@ -263,8 +272,9 @@ def test_results(case, dtype, monkeypatch):
     statistics = running(c) if getattr(t, "running_mean", None) else [None, None]
     weights = affine(c) if getattr(t, "weight", None) else [None, None]
     own = make().params if op == "instance_norm" else None
+    training = getattr(make().params, "training", True)
     call = {
-        "batch_norm": lambda: train(x),
+        "batch_norm": lambda: train(x) if training else evaluate(x),
         "instance_norm": lambda: Call.of(
             CATALOGUE[op],
             [x, *statistics, *weights],
@@ -277,7 +287,7 @@ def test_results(case, dtype, monkeypatch):
     assert channel_cuda.prepare(call) is not None
     for _ in range(2):
         if op == "batch_norm":
-            batch_norm(x)
+            batch_norm(x, training=training)
         elif op == "instance_norm":
             instance_norm(x, *statistics, *weights, use_input_stats=own.use_input_stats)
         elif op == "group_norm":

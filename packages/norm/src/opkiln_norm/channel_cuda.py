@@ -2,6 +2,7 @@
 affine, whose groups are instances; x contiguous.
 
 team      small sets, each in the registers of one or several warps      csrc/channel_team.cu
+flat      given statistics: an elementwise kernel                        csrc/channel_flat.cu
 columns   batch norm of few rows [N, C]                                  csrc/channel_columns.cu
 ring      batch norm of channels of megabytes, read once                 csrc/channel_ring.cu
 
@@ -20,7 +21,7 @@ import torch
 from opkiln.device import cuda
 from opkiln.spec import Call, TensorMeta
 
-from opkiln_norm.channel_cuda_tilings import KINDS, Launch, Ring, Sizes, Team, Tiling
+from opkiln_norm.channel_cuda_tilings import KINDS, Flat, Launch, Ring, Sizes, Team, Tiling
 from opkiln_norm.channel_plan import tuning_table
 from opkiln_norm.row_cluster import EXTRA, TYPES
 
@@ -178,7 +179,8 @@ def forward_launch(call: Call, plan: Plan, send: Launch, headers: Headers | None
         1 / count, 1 / max(count - 1, 1), params.eps, getattr(params, "momentum", 0.0),
     )))  # fmt: skip
     saved = call.outputs[1].numel if len(call.outputs) > 1 else 0
-    counts = (*plan.tiling.counts(s), *([saved] if isinstance(plan.tiling, Team) else []))
+    told = [saved] if isinstance(plan.tiling, (Team, Flat)) else []
+    counts = (*plan.tiling.counts(s), *told)
 
     def launch(x: torch.Tensor, *channel: torch.Tensor | None) -> Any:
         outputs = [torch.empty_strided(*m[:2], dtype=m[2], device=device) for m in metas]

@@ -10,6 +10,7 @@ Launch = Callable[..., Any]
 MAX_SHARED_BYTES = 227 << 10  # of an SM, for all its CTAs; each takes 1 KiB more than it asks for
 WARP = 32
 PLAIN = {"STREAM": 0, "THROUGH_L1": 0}
+MOST_VECTORS = 2**32  # flat counts them in 32 bits
 NAMED_BARRIERS = 16  # of a CTA; the first is __syncthreads'
 
 
@@ -83,6 +84,40 @@ class Team:
             ctas = s.channels * -(-s.samples // self.teams)
         grid, block = (ctas * self.cluster, 1, 1), (self.threads, 1, 1)
         return kernel.configure(grid, block, cluster=self.cluster)
+
+    def counts(self, s: Sizes) -> tuple[int, ...]:
+        return self.sets(s), s.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """What the table sets: see the macros of csrc/channel_flat.cu."""
+
+    threads: int
+    vector_bytes: int = 16
+    through_l1: bool = True
+
+    def vectors(self, s: Sizes) -> int:
+        return self.sets(s) * (s.cols * s.itemsize // self.vector_bytes)
+
+    def fits(self, s: Sizes) -> bool:
+        whole = s.cols * s.itemsize % self.vector_bytes == 0
+        return s.mode == "given" and whole and self.vectors(s) + self.threads <= MOST_VECTORS
+
+    def macros(self, s: Sizes) -> dict[str, int]:
+        return {
+            "COLS": s.cols,
+            "VECTOR_BYTES": self.vector_bytes,
+            "THREADS": self.threads,
+            "STREAM": 0,
+            "THROUGH_L1": int(self.through_l1),
+        }
+
+    def sets(self, s: Sizes) -> int:
+        return s.channels * s.samples
+
+    def launch(self, kernel: cuda.Kernel, s: Sizes) -> Launch:
+        return kernel.configure((-(-self.vectors(s) // self.threads), 1, 1), (self.threads, 1, 1))
 
     def counts(self, s: Sizes) -> tuple[int, ...]:
         return self.sets(s), s.samples
@@ -163,5 +198,5 @@ class Ring:
         return (self.slices(s),)
 
 
-Tiling = Team | Columns | Ring
-KINDS: dict[str, type[Tiling]] = {"team": Team, "columns": Columns, "ring": Ring}
+Tiling = Team | Flat | Columns | Ring
+KINDS: dict[str, type[Tiling]] = {"team": Team, "flat": Flat, "columns": Columns, "ring": Ring}
