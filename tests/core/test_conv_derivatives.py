@@ -58,6 +58,22 @@ def test_every_derivative_is_taken_in_the_same_precision(n, monkeypatch):
     assert seen.counts[1] == 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN decides on TF32")
+@pytest.mark.parametrize("backend", ["opkiln", "torch", "torch-ref"])
+@pytest.mark.parametrize("n", NAMES)
+def test_second_derivatives_are_exact_on_integers(n, backend):
+    """Sums of integers up to 4,095 need 12 bits and more: TF32 has 11."""
+    integers = torch.randint(0, 4096, (2, 16, *[8] * n), device="cuda", dtype=F32)
+    ones = torch.ones(32, 16, *[2] * n, device="cuda", dtype=F32)
+    expected = getattr(N, NAMES[n])(integers.double(), ones.double())
+    x, w = torch.zeros_like(integers, requires_grad=True), ones.requires_grad_()
+    upstream = torch.zeros(expected.shape, device="cuda", requires_grad=True)
+    out = getattr(F, NAMES[n])(x, w, backend=backend)
+    (grad,) = torch.autograd.grad(out, x, upstream, create_graph=True)
+    (second,) = torch.autograd.grad(grad, upstream, integers)
+    assert torch.equal(second.double(), expected)
+
+
 def derivatives(fn, x, w, b):
     """By torch.func, in reverse and forward mode, nested; each of a cube, so that none is zero."""
     t = torch.func
