@@ -23,7 +23,7 @@ from opkiln.conformance.torch_checks import torch_checks
 from opkiln.errors import ArgumentError
 from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY
-from opkiln.summary import SCHEMA_VERSION, as_text
+from opkiln.summary import SCHEMA_VERSION
 
 MAX_LISTED = 20  # failures and refusals spelled out for one op
 PART_CASES = 16
@@ -123,10 +123,6 @@ class Report:
             "environment": self.environment,
             "ops": [o.to_json() for o in self.ops],
         }
-
-    def as_text(self) -> str:
-        """conformance.json, a line for each op."""
-        return as_text(self.to_json())
 
     def __str__(self) -> str:
         width = max((len(o.op) for o in self.ops), default=2)

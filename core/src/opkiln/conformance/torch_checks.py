@@ -7,12 +7,13 @@ oracle; second derivatives have the reference in double precision.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch._inductor.config
 
 from opkiln import functional
 from opkiln.conformance.cases import Case, cases_of, widened
@@ -91,13 +92,20 @@ def when_compiled(case: Case, backend: str, bound: Bound) -> None:
     """One graph without breaks: by Inductor on a GPU, on a CPU (where that takes 20 s) by AOT."""
     fn = function_of(case, backend)
     expected = fn(**arguments_of(case, bound))
-    compiler = "inductor" if call_of(bound, backend).device.type == "cuda" else "aot_eager"
+    on_gpu = call_of(bound, backend).device.type == "cuda"
     torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, dynamic=False, backend=compiler)
-    # no pool of compile processes: there is little to compile, and conform has processes of its own
-    with torch._inductor.config.patch(compile_threads=1):
+    compiled = torch.compile(
+        fn, fullgraph=True, dynamic=False, backend="inductor" if on_gpu else "aot_eager"
+    )
+    with in_this_process() if on_gpu else contextlib.nullcontext():
         found = compiled(**arguments_of(case, bound))
     assert_same(case, found, expected, "compiled")
+
+
+def in_this_process() -> Any:
+    """Inductor without its pool of processes: it has little to compile, and conform has its own."""
+    config: Any = importlib.import_module("torch._inductor.config")  # takes a second
+    return config.patch(compile_threads=1)
 
 
 class Calling(torch.nn.Module):
