@@ -7,7 +7,7 @@ block that set it has ended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +97,11 @@ class Products(torch.autograd.Function):
         for by, needed in zip(others, ctx.needs_input_grad, strict=False):
             two = [x for i, x in enumerate(three) if i != by]
             wanted = Wanted(by, ctx.wanted.window, three[by].shape)
-            found.append(Products.apply(*two, wanted) if needed else None)
+            found.append(product(*two, wanted) if needed else None)
         return *found, None
+
+
+product: Callable[..., torch.Tensor] = Products.apply
 
 
 def convolution(
@@ -113,7 +116,7 @@ def convolution(
     recorded = torch.is_grad_enabled() and any(t.requires_grad or is_wrapped(t) for t in tensors)
     if recorded and not under_forward_mode():
         batched = x if x.ndim == weight.ndim else x.unsqueeze(0)
-        out: torch.Tensor = Products.apply(batched, weight, Wanted(OUT, window))
+        out = product(batched, weight, Wanted(OUT, window))
         out = out if x.ndim == weight.ndim else out.squeeze(0)
         return out if bias is None else out + bias.view(-1, *[1] * len(window.stride))
     with float32_precision(x, window.allow_tf32):
