@@ -30,11 +30,10 @@ BACKEND = "opkiln"
 
 def outcomes(op: str, kind: str) -> Iterator[Outcome]:
     device = torch.device("cuda", 0)
-    if kind == "rows":
-        return row_count_checks(op, BACKEND, device)
-    if kind == "torch":
-        return torch_checks(op, BACKEND, device)
-    return device_checks(op, BACKEND, device, big=False)
+    if kind == "device":
+        return device_checks(op, BACKEND, device, big=False)
+    checks = row_count_checks if kind == "rows" else torch_checks
+    return (task() for task in checks(op, BACKEND, device))
 
 
 def checked(op: str, kind: str) -> list[dict[str, Any]]:

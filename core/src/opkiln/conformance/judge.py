@@ -16,6 +16,7 @@ from opkiln.road import Bound
 from opkiln.spec import Call
 
 Check = Callable[[Case, str, Bound], None]
+Task = Callable[[], Outcome]  # a check that is still to run
 
 
 def judged(

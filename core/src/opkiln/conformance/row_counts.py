@@ -6,14 +6,14 @@ k rows of a batch, on their own, have the bits that they have in the whole batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from opkiln.conformance.cases import Case, cases_of
-from opkiln.conformance.checks import SETS, Fault, Outcome, in_order, output_names, run
-from opkiln.conformance.judge import call_of, judged, launch_of
+from opkiln.conformance.checks import SETS, Fault, in_order, output_names, run
+from opkiln.conformance.judge import Task, call_of, judged, launch_of
 from opkiln.conformance.rows import BATCHED
 from opkiln.conformance.tensors import T, bits
 from opkiln.ops import CATALOGUE
@@ -37,19 +37,21 @@ ROWS = BATCHED | {
 NO_BATCH = ("vector", "unbatched", "first_dim", "sequences", "one_sequence")
 
 
-def row_count_checks(op: str, backend: str, device: torch.device) -> Iterator[Outcome]:
+def row_count_checks(op: str, backend: str, device: torch.device) -> list[Task]:
     """One check for each of `some` plain cases of a forward op with rows; on a CPU for the first
     alone. A refusal where the backend does not promise invariance.
     """
     impl = REGISTRY.of(op).get(backend)
     cases = [c for c in cases_of(op) if c.kind == "forward"]
     if impl is None or CATALOGUE[op].forward_op is not None:
-        return
+        return []
     promised = "batch_invariant" in impl.traits
     if promised:
         cases = [grown(c) for c in cases if op in ROWS and is_plain(c)]
-    for case in some(cases) if promised and device.type == "cuda" else cases[:1]:
-        yield judged(case, backend, device, "row_counts", bits_by_count, INVARIANT)
+    return [
+        partial(judged, case, backend, device, "row_counts", bits_by_count, INVARIANT)
+        for case in (some(cases) if promised and device.type == "cuda" else cases[:1])
+    ]
 
 
 def some(cases: list[Case]) -> list[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from opkiln.conformance.cases import cases_of
 from opkiln.conformance.cells import Cells
 from opkiln.conformance.checks import Outcome, check
 from opkiln.conformance.environment import environment
+from opkiln.conformance.judge import Task
 from opkiln.conformance.row_counts import row_count_checks
 from opkiln.conformance.torch_checks import torch_checks
 from opkiln.errors import ArgumentError
@@ -194,7 +195,7 @@ def conform(
 
 @dataclass(frozen=True)
 class Part:
-    """Every `count`-th case of an op from `index` on, for one process."""
+    """Every `count`-th case or check of an op from `index` on, for one process."""
 
     op: str
     index: int
@@ -219,25 +220,19 @@ def conform_part(
     big: bool,
     progress: Progress | None = None,
 ) -> OpReport:
-    """The cases of one part of an op; its last one has the other checks too."""
+    """The cases and other checks of one part of an op; its last one has those of a device too."""
     name = part.op
     report = OpReport(name, CATALOGUE[name].op)
-    for case in cases_of(name, dtypes)[part.index :: part.count]:
-        tell(report, check(case, backend, where), progress)
-    if part.last:
-        for outcome in other_checks(name, backend, where, big):
-            tell(report, outcome, progress)
-    return report
-
-
-def other_checks(op: str, backend: str, where: torch.device, big: bool) -> Iterator[Outcome]:
-    """Those that are no case of their own."""
-    yield from row_count_checks(op, backend, where)
-    yield from torch_checks(op, backend, where)
-    if where.type == "cuda":
+    tasks: list[Task] = [partial(check, case, backend, where) for case in cases_of(name, dtypes)]
+    tasks += row_count_checks(name, backend, where) + torch_checks(name, backend, where)
+    for task in tasks[part.index :: part.count]:
+        tell(report, task(), progress)
+    if part.last and where.type == "cuda":
         from opkiln.conformance.cuda_checks import device_checks
 
-        yield from device_checks(op, backend, where, big)
+        for outcome in device_checks(name, backend, where, big):
+            tell(report, outcome, progress)
+    return report
 
 
 def tell(report: OpReport, outcome: Outcome, progress: Progress | None) -> None:

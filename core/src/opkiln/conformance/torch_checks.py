@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from opkiln import functional
 from opkiln.conformance.cases import Case, cases_of, widened
 from opkiln.conformance.checks import SETS, Fault, Outcome, in_order
 from opkiln.conformance.compare import compare
-from opkiln.conformance.judge import Check, call_of, first_taken, judged
+from opkiln.conformance.judge import Check, Task, call_of, first_taken, judged
 from opkiln.conformance.tensors import bits, normal
 from opkiln.ops import CATALOGUE
 from opkiln.road import Bound
@@ -30,30 +30,36 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 USUAL = (F32, torch.complex64)
 
 Arguments = dict[str, Any]
+Dtypes = tuple[torch.dtype, ...]
 Fn = Callable[..., Any]
 
 
-def torch_checks(op: str, backend: str, device: torch.device) -> Iterator[Outcome]:
+def torch_checks(op: str, backend: str, device: torch.device) -> list[Task]:
     """The checks of a forward op; none for another."""
     spec = CATALOGUE[op]
-    forward = [c for c in cases_of(op) if c.kind == "forward"]
-    if spec.forward_op is not None or not forward:
-        return
-
-    def first(dtypes: tuple[torch.dtype, ...]) -> Case:
-        of_these = [c for c in forward if c.dtype in dtypes]
-        return first_taken(of_these or forward, backend, device)
-
-    usual, lowered = first(USUAL), first((F16, BF16))
-    checks: list[tuple[str, Case, Check]] = [
-        ("compile", usual, when_compiled),
-        ("export", usual, when_exported),
-        ("autocast", lowered if spec.autocast == "fp32" else usual, under_autocast),
+    if spec.forward_op is not None or not any(c.kind == "forward" for c in cases_of(op)):
+        return []
+    lowered = (F16, BF16) if spec.autocast == "fp32" else USUAL
+    checks: list[tuple[str, Dtypes, Check]] = [
+        ("compile", USUAL, when_compiled),
+        ("export", USUAL, when_exported),
+        ("autocast", lowered, under_autocast),
     ]
     if spec.backward is not None:
-        checks.append(("double_backward", usual, second_derivatives))
-    for name, case, body in checks:
-        yield judged(case, backend, device, name, body)
+        checks.append(("double_backward", USUAL, second_derivatives))
+    return [
+        partial(on_first_case, op, backend, device, name, dtypes, body)
+        for name, dtypes, body in checks
+    ]
+
+
+def on_first_case(
+    op: str, backend: str, device: torch.device, name: str, dtypes: Dtypes, body: Check
+) -> Outcome:
+    """The check on the first forward case that is taken: of these dtypes where there are any."""
+    forward = [c for c in cases_of(op) if c.kind == "forward"]
+    of_these = [c for c in forward if c.dtype in dtypes]
+    return judged(first_taken(of_these or forward, backend, device), backend, device, name, body)
 
 
 def function_of(case: Case, backend: str) -> Fn:
