@@ -24,7 +24,7 @@ FOLDERS = (
 )
 sys.path[:0] = [str(ROOT / folder / "src") for folder in FOLDERS]
 
-from sanitize_backwards import misc_backwards, pool_backwards  # noqa: E402
+from sanitize_backwards import misc_backwards, pool_backwards, row_backwards  # noqa: E402
 from sanitize_norms import Case, channel_norms, on_gpu, row_norms  # noqa: E402
 
 PLANTED_SOURCE = """
@@ -226,7 +226,8 @@ def convs() -> Iterator[Case]:
 
 # A family's cases, its package, and which of the package's files hold its kernels.
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Case]], str, str]] = {
-    "row_norm": (row_norms, "norm", "row*"),
+    "row_norm": (row_norms, "norm", "row_[!b]*"),
+    "row_backward": (row_backwards, "norm", "row_backward*"),
     "channel_norm": (channel_norms, "norm", "channel*"),
     "pool": (pools, "pool", "*"),
     "rope": (ropes, "rope", "*"),
