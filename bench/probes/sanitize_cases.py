@@ -88,7 +88,30 @@ def pools() -> Iterator[Case]:
             f"mean_pooling varlen {dtype}",
             lambda x=tokens, e=ends: F.mean_pooling(x, 16, e, num_chunks=8, **given),
         )
+    yield from tabled_maxima()
     yield from pool_backwards()
+
+
+def tabled_maxima() -> Iterator[Case]:
+    """Few planes of what the CUDA kernels serve; an odd number of rows of outputs."""
+    import torch
+    from opkiln import functional as F
+
+    half, brain, whole = torch.float16, torch.bfloat16, torch.float32
+    given = {"backend": "opkiln", "return_indices": True}
+    line, stem = on_gpu(3, 2, 4096, dtype=half), on_gpu(3, 1, 112, 112, dtype=half)
+    flat, video = on_gpu(3, 1, 56, 56, dtype=whole), on_gpu(1, 3, 16, 56, 56, dtype=half)
+    volume = on_gpu(1, 1, 32, 112, 112, dtype=brain)
+    yield "max_pool1d tabled", lambda: F.max_pool1d(line, 3, **given)
+    yield "max_pool2d tabled stem", lambda: F.max_pool2d(stem, 3, 2, 1, **given)
+    yield "max_pool2d tabled", lambda: F.max_pool2d(flat, 2, **given)
+    yield "max_pool3d tabled", lambda: F.max_pool3d(video, 2, **given)
+    for indexed in (False, True):
+        more = given | {"return_indices": indexed}
+        yield (
+            f"max_pool3d tabled {indexed}",
+            lambda m=more: F.max_pool3d(volume, 3, 2, 1, ceil_mode=True, **m),
+        )
 
 
 def ropes() -> Iterator[Case]:
