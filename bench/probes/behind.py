@@ -31,7 +31,7 @@ from behind_report import details, merged, name_of, summary
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
 from opkiln_norm import channel_cuda, channel_plan, row_cluster
-from opkiln_pool import pool_plan
+from opkiln_pool import pool_plan, window_cuda
 from row_pages import Row
 
 CHANNEL_TABLES = channel_plan.tuning_rows, channel_cuda.cuda_rows
@@ -94,7 +94,7 @@ def shipped_call(row: Any, tensors: list[Any], real: bool = True) -> Call:
     """The call under the tables as they are; rows across vectors go to Triton, as they did."""
     row_checks.use_tables(True)
     channel_plan.tuning_rows, channel_cuda.cuda_rows = CHANNEL_TABLES
-    pool_plan.tuned = pool.POOL_TUNED
+    pool_plan.tuned, window_cuda.cuda_rows = pool.POOL_TUNED, pool.CUDA_ROWS
     row_cluster.SHIFT_BYTES = 2**62
     if isinstance(row, Row):
         return Call.of(CATALOGUE[row.op], tensors, row.params, real=real)

@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT / "core/src"), str(ROOT / "packages/pool/src")]
 
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
-from opkiln_pool import mean_plan, pool_plan  # noqa: E402
+from opkiln_pool import mean_plan, pool_plan, window_cuda  # noqa: E402
 from opkiln_pool.geometry import Geometry, geometry_of  # noqa: E402
 from opkiln_pool.mean_plan import MeanTiling  # noqa: E402
 from opkiln_pool.pool_plan import Tiling  # noqa: E402
@@ -49,6 +49,7 @@ TUNING = ROOT / "packages/pool/src/opkiln_pool/tuning/sm90.json"
 NOT_KEY = ("label", "use", "measured")
 TOLERANCE = {"bf16": 2**-7, "f16": 2**-10, "f32": 2**-19}
 MEAN_TUNED, POOL_TUNED = mean_plan.tuned, pool_plan.tuned
+CUDA_ROWS = window_cuda.cuda_rows
 Candidate = Tiling | MeanTiling
 
 ROWS = pathlib.Path(__file__).with_name("pool_rows.txt")
@@ -160,7 +161,8 @@ def variants_of(first: Tiling, g: Geometry) -> list[Tiling]:
 
 
 def use(tiling: Candidate) -> None:
-    """Make every plan use this tiling."""
+    """Make every plan use this tiling, of a Triton kernel."""
+    window_cuda.cuda_rows = list
     if isinstance(tiling, MeanTiling):
         mean_plan.tuned = lambda call: tiling
     else:

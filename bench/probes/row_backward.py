@@ -26,19 +26,25 @@ from common import DTYPES, ROOT
 
 sys.path[:0] = [str(ROOT / "core/src"), str(ROOT / "packages/norm/src")]
 
+from opkiln.device import cuda  # noqa: E402
 from opkiln.ops import CATALOGUE  # noqa: E402
 from opkiln.spec import Call  # noqa: E402
 from opkiln_bench.peers import liger, quack  # noqa: E402
-from opkiln_norm import row_backward_launch  # noqa: E402
+from opkiln_norm import row_backward_launch, row_backward_ring  # noqa: E402
 from opkiln_norm.row_backward_plan import BackwardPlan, Tiling, plan_for  # noqa: E402
+from opkiln_norm.row_backward_ring import RingTiling  # noqa: E402
 from opkiln_norm.row_plan import multiprocessors  # noqa: E402
 
 TOLERANCE = {"bf16": 2**-8, "f16": 2**-11, "f32": 2**-18}
-GRADIENTS = {"rms_norm": 2, "layer_norm": 3, "fused_add_rms_norm": 3, "fused_add_layer_norm": 4,
+GRADIENTS = {"rms_norm": 2, "layer_norm": 3, "fused_add_rms_norm": 2, "fused_add_layer_norm": 3,
              "ada_layer_norm": 3, "ada_layer_norm_zero": 4}  # fmt: skip
 BANDWIDTH = 4.8e6  # bytes a us of an H200
+RING_ONLY = bool(os.environ.get("PROBE_RING_ONLY"))  # of Triton only the rule's
 COMPILE_UNTIL_S = 45  # rows measured after so long get no torch.compile baseline
-NORM_SHAPES = ((4096, 4096), (8192, 8192), (32768, 1024), (2048, 16384), (16384, 2048), (128, 4096))
+NORM_SHAPES = (
+    (2048, 4096), (2048, 8192), (2048, 16384), (32768, 1024), (32768, 4096),  # the bench's
+    (4096, 4096), (8192, 8192), (16384, 2048), (128, 4096),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +103,16 @@ def read_rows(only: str) -> list[Row]:
         Row(op, "8192x4096", "bf16", 8192, 4096)
         for op in ("fused_add_rms_norm", "fused_add_layer_norm", "ada_layer_norm_zero")
     ]
+    rows += [Row("fused_add_rms_norm", f"2048x{n}", "bf16", 2048, n) for n in (4096, 8192, 16384)]
+    rows += [Row(op, "4096x8192", "f32", 4096, 8192) for op in ("rms_norm", "layer_norm")]
     rows.append(Row("ada_layer_norm_zero", "8x1024x4096", "bf16", 8192, 4096, groups=8))
-    return common.chosen(rows, only)
+    return [row for row in rows if any(row in common.chosen(rows, o) for o in only.split(","))]
 
 
-def name_of(t: Tiling) -> str:
+def name_of(t: Tiling | RingTiling) -> str:
+    if isinstance(t, RingTiling):
+        place = {1: "", 2: " shared"}[t.weight_at]
+        return f"ring {t.threads}x{t.vectors} r{t.resident} s{t.stages}{place}"
     flags = f"{' kept' * t.kept}{' packed' * t.packed}{' again' * t.again}{' wide' * t.wide}"
     return (
         f"{t.block_m}x{t.block_n}x{t.chunks} w{t.num_warps} p{t.programs_per_sm} s{t.stages}{flags}"
@@ -136,17 +147,46 @@ def tilings(own: Tiling) -> list[Tiling]:
     if own.again:
         found.append(change(wide=True, block_n=2048, chunks=1, num_warps=8, programs_per_sm=4,
                             stages=3, again=False, kept=True, packed=False))  # fmt: skip
+        found += [change(again=False, block_n=32 * w * 8, num_warps=w, kept=k, stages=s,
+                         chunks=own.chunks * own.num_warps // w, packed=p)
+                  for w, k, s, p in ((32, True, 3, True), (32, True, 2, True), (32, False, 2, True),
+                                     (32, True, 3, False), (16, True, 3, True))]  # fmt: skip
     return list(dict.fromkeys(found))
+
+
+def ring_tilings(row: Row, plan: BackwardPlan) -> list[RingTiling]:
+    """CTAs of 2 to 32 warps, as many an SM as registers allow, with as many stages as fit."""
+    call = row.call(row.tensors("meta"), real=False)
+    if not row_backward_ring.serves(call, plan):
+        return []
+    residual, found = "fused" in row.name, []
+    need = -(-row.n * DTYPES[row.dtype].itemsize // 16)
+    for vectors in (1, 2, 4):
+        threads = -(-need // (32 * vectors)) * 32
+        for resident in (1, 2, 3, 4, 6, 8):
+            if not 64 <= threads <= 1024 or threads * resident * vectors > 2048:
+                continue
+            for weight_at in (1, 2):
+                fits = [RingTiling(threads, vectors, s, resident, weight_at) for s in (1, 2, 3, 4)]
+                fits = [
+                    t for t in fits if resident * (t.shared_bytes(residual, 16) + 2048) < 233472
+                ]
+                found += fits[-1:] if weight_at == 1 or threads * vectors == 2048 else []
+    return found
 
 
 def plans(row: Row) -> dict[str, BackwardPlan]:
     plan = plan_for(row.call(row.tensors("meta"), real=False))
-    return {name_of(t): dataclasses.replace(plan, tiling=t) for t in tilings(plan.tiling)}
+    triton_ones = [plan.tiling] if RING_ONLY else tilings(plan.tiling)
+    every = [*triton_ones, *ring_tilings(row, plan)]
+    return {name_of(t): dataclasses.replace(plan, tiling=t) for t in every}
 
 
 def prepare(plan: BackwardPlan, call: Call) -> Callable[..., Any]:
     launch: Any = row_backward_launch
     launch.plan_for = lambda call: plan
+    by_ring: Any = row_backward_ring
+    by_ring.rule = lambda call, p: p.tiling if isinstance(p.tiling, RingTiling) else None
     return launch.prepare(call)
 
 
@@ -158,6 +198,12 @@ def warm(task: tuple[Row, str]) -> dict[str, Any]:
             compiled(row)(*row.tensors("cuda"))
         return {}
     tensors, kernels = row.tensors("meta"), []
+    if name.startswith("ring"):
+        call, plan = row.call(tensors, real=False), plans(row)[name]
+        given: Any = plan.tiling
+        arguments = row_backward_ring.macros(call, plan, given)
+        cuda.compile_cubin(row_backward_ring.source(), "sm_90a", arguments)
+        return {}
 
     def record(kernel: Any, grid: Any, options: dict[str, Any], fixed: Any) -> Callable[..., None]:
         def launch(*args: Any) -> None:
@@ -250,7 +296,9 @@ def measure(row: Row, resources: dict[str, Any], with_compile: bool, flush: Any)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="rows whose 'op label dtype' contains this")
+    parser.add_argument(
+        "--only", default="", help="rows whose 'op label dtype' contains one of these"
+    )
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile baseline")
     parser.add_argument("--seconds", type=float, default=65, help="no row starts after so long")
     options = parser.parse_args()

@@ -33,16 +33,8 @@ PORTS = 49152  # compute-sanitizer's; every run needs some of its own
 PLANTED = {
     "memcheck": {"planted_memory", "planted_memory_triton"},
     "racecheck": {"planted_race"},
-    "synccheck": {"planted_sync", "planted_wide_cluster"},
+    "synccheck": {"planted_sync"},
 }
-# A fault of synccheck, which planted_wide_cluster shows: from the ninth on, it says, the CTAs of a
-# cluster arrive at their own barrier again without having waited. Their addresses begin with their
-# rank. Only such reports are passed over, and only while the tool reports that kernel too.
-MISSED_WAIT = re.compile(
-    r"=+ Barrier error detected\. Missing wait\.\n=+ +at \w+.*\n=+ +by thread .*\n"
-    r"=+ +Barrier is located at shared address 0x([0-9a-f]+)\n"
-)
-FIRST_MISSED_RANK = 8
 # Reports that name no kernel; an error of our own kernels always does.
 NAMELESS = re.compile(
     r"Target application|Internal|not supported|Process didn't|Program hit|timed out"
@@ -68,7 +60,7 @@ def sanitized(family: str, tool: str, out: pathlib.Path, port: int) -> dict[str,
     log, status = out / f"{family}-{tool}.log", out / f"{family}-{tool}.status.json"
     status.unlink(missing_ok=True)
     # Without torch's allocator every tensor is an allocation, with bounds of its own.
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "SANITIZER": tool}
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -88,23 +80,14 @@ def sanitized(family: str, tool: str, out: pathlib.Path, port: int) -> dict[str,
     )
 
 
-def names_in(log: str) -> list[str]:
-    """The kernels that the tool's reports name, once a report."""
-    reports = [line for line in log.splitlines() if line.startswith("=========")]
-    found = (re.findall(r"\bat (?:void )?([A-Za-z_]\w*)", line) for line in reports)
-    return [name for names in found for name in names]
-
-
 def verdict(log: str, tool: str, told: dict[str, Any]) -> dict[str, Any]:
     """Errors by kernel, what was planted and not found, cases that did not run."""
-    planted = {name for name in names_in(log) if name.startswith("planted_")}
-    if "planted_wide_cluster" in planted:
-        log = MISSED_WAIT.sub(
-            lambda m: "" if int(m[1], 16) >> 24 >= FIRST_MISSED_RANK else m[0], log
-        )
     reports = [line for line in log.splitlines() if line.startswith("=========")]
-    names = collections.Counter(names_in(log))
-    errors = {n: c for n, c in names.items() if n not in planted and n not in ("kernel", "shared")}
+    names = collections.Counter(
+        name for line in reports for name in re.findall(r"\bat (?:void )?([A-Za-z_]\w*)", line)
+    )
+    planted = {n for n in names if n.startswith("planted_")}
+    errors = {n: c for n, c in names.items() if n not in planted and n not in ("kernel",)}
     return {
         "errors": errors,
         "not_found": sorted(PLANTED[tool] - planted),

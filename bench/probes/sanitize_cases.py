@@ -24,8 +24,21 @@ FOLDERS = (
 )
 sys.path[:0] = [str(ROOT / folder / "src") for folder in FOLDERS]
 
-from sanitize_backwards import misc_backwards, pool_backwards  # noqa: E402
+from sanitize_backwards import misc_backwards, pool_backwards, row_backwards  # noqa: E402
 from sanitize_norms import Case, channel_norms, on_gpu, row_norms  # noqa: E402
+
+PLANTED_SOURCE = """
+extern "C" __global__ void planted_memory(int* x, long long n) { x[n + threadIdx.x] = 1; }
+extern "C" __global__ void planted_race(int* x, long long n) {
+    __shared__ int s[64];
+    s[threadIdx.x] = x[threadIdx.x];
+    x[threadIdx.x] = s[63 - threadIdx.x];
+}
+extern "C" __global__ void planted_sync(int* x, long long n) {
+    if (threadIdx.x % 32 < 16) __syncthreads();
+    x[threadIdx.x] = 1;
+}
+"""
 
 
 def pools() -> Iterator[Case]:
@@ -75,7 +88,30 @@ def pools() -> Iterator[Case]:
             f"mean_pooling varlen {dtype}",
             lambda x=tokens, e=ends: F.mean_pooling(x, 16, e, num_chunks=8, **given),
         )
+    yield from tabled_maxima()
     yield from pool_backwards()
+
+
+def tabled_maxima() -> Iterator[Case]:
+    """Few planes of what the CUDA kernels serve; an odd number of rows of outputs."""
+    import torch
+    from opkiln import functional as F
+
+    half, brain, whole = torch.float16, torch.bfloat16, torch.float32
+    given = {"backend": "opkiln", "return_indices": True}
+    line, stem = on_gpu(3, 2, 4096, dtype=half), on_gpu(3, 1, 112, 112, dtype=half)
+    flat, video = on_gpu(3, 1, 56, 56, dtype=whole), on_gpu(1, 3, 16, 56, 56, dtype=half)
+    volume = on_gpu(1, 1, 32, 112, 112, dtype=brain)
+    yield "max_pool1d tabled", lambda: F.max_pool1d(line, 3, **given)
+    yield "max_pool2d tabled stem", lambda: F.max_pool2d(stem, 3, 2, 1, **given)
+    yield "max_pool2d tabled", lambda: F.max_pool2d(flat, 2, **given)
+    yield "max_pool3d tabled", lambda: F.max_pool3d(video, 2, **given)
+    for indexed in (False, True):
+        more = given | {"return_indices": indexed}
+        yield (
+            f"max_pool3d tabled {indexed}",
+            lambda m=more: F.max_pool3d(volume, 3, 2, 1, ceil_mode=True, **m),
+        )
 
 
 def ropes() -> Iterator[Case]:
@@ -213,7 +249,8 @@ def convs() -> Iterator[Case]:
 
 # A family's cases, its package, and which of the package's files hold its kernels.
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Case]], str, str]] = {
-    "row_norm": (row_norms, "norm", "row*"),
+    "row_norm": (row_norms, "norm", "row_[!b]*"),
+    "row_backward": (row_backwards, "norm", "row_backward*"),
     "channel_norm": (channel_norms, "norm", "channel*"),
     "pool": (pools, "pool", "*"),
     "rope": (ropes, "rope", "*"),
@@ -241,11 +278,24 @@ def kernels_of(family: str) -> set[str]:
     return found
 
 
+def planted(name: str) -> None:
+    """Launch the kernel with the error of this name."""
+    import torch
+    from opkiln.device import cuda
+
+    x = torch.zeros(1000, dtype=torch.int32).cuda()
+    if name.endswith("_triton"):
+        planted_memory_triton[(1,)](x, 1000, num_warps=1)
+    else:
+        run = cuda.load(PLANTED_SOURCE, name, x.device).configure((1, 1, 1), (64, 1, 1))
+        run(x, 1000)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     family, status, *errors = sys.argv[1:]
     import torch
     from opkiln.device import cuda
-    from sanitize_planted import planted
     from triton import knobs
 
     told: dict[str, Any] = {"cases": {}, "kernels": []}
@@ -270,7 +320,7 @@ def main() -> None:
         pathlib.Path(status).write_text(json.dumps(told), "utf-8")
     for name in errors:
         try:
-            planted(name, planted_memory_triton)
+            planted(name)
         except Exception as error:  # that it was found is what the log tells
             print(f"{name}: {type(error).__name__}", flush=True)
     told["finished"] = True

@@ -61,6 +61,18 @@ def test_a_later_run_replaces_its_rows_on_every_page(
     assert report(second, first, into=tmp_path / "reversed") == files
 
 
+def test_a_repeat_of_ours_alone_replaces_no_comparison(
+    first: Path, make_row: Make, make_run: Make, tmp_path: Path
+) -> None:
+    alone = make_row("a", times_us={"opkiln": 9.0})
+    new = make_row("new", times_us={"opkiln": 7.0})
+    repeat = make_run("repeat", [alone, new], date="2026-12-31T12:00:00Z").path.parent
+    files = report(first, repeat, into=tmp_path / "out")
+    rows = {r["label"]: r["run"] for r in read_csv(tmp_path / "out" / "rows.csv")}
+    assert (rows["a"], rows["new"]) == ("first", "repeat")
+    assert "- first and repeat agree within" in files["method.md"].decode()
+
+
 def test_shards_of_two_runs_are_kept_apart(make_row: Make, make_run: Make, tmp_path: Path) -> None:
     for hour, name in enumerate(("one", "two")):
         make_run(f"{name}/0", [make_row(name)], date=f"2026-11-30T1{hour}:00:00Z")

@@ -38,7 +38,7 @@ def leaf(t, grad):
 
 
 def differentiable_names(spec):
-    return spec.backward.wrt if spec.backward else ()
+    return (*spec.backward.wrt, *spec.backward.alike) if spec.backward else ()
 
 
 def bound_with_gradients(sample, dtype, grad):

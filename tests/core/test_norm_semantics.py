@@ -156,6 +156,30 @@ def test_gradients_of_an_addition_match_the_unfused_ops(name):
     assert fused[0].grad.data_ptr() != fused[1].grad.data_ptr()
 
 
+@pytest.mark.parametrize("wants", ["input", "residual", "both"])
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_one_gradient_serves_input_and_residual(name, wants):
+    """The backward makes it once: whoever wants it gets it, and what autograd then adds to one of
+    them does not reach the other.
+    """
+    ours, norm = ADDITIONS[name]
+    found = []
+    for fused in (True, False):
+        x, r = (normal(3, 5, dtype=F64, seed=i).requires_grad_() for i in (0, 1))
+        left, right = {
+            "input": (x, r.detach()),
+            "residual": (x.detach(), r),
+            "both": (x * 2 + r, r),
+        }[wants]
+        out, total = ours(left, right, None) if fused else (norm(left + right, None), left + right)
+        (out * out + total.sin() + (left * right).sum()).sum().backward()
+        found.append((x.grad, r.grad))
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_an_addition_keeps_only_its_own_output(name):
     """Of [rows, N] tensors autograd holds one, and that is the result the caller holds anyway."""

@@ -12,8 +12,8 @@ OPS = (*NORMS, *FUSED, *ADA)
 GRADIENTS = {
     "rms_norm": 2,
     "layer_norm": 3,
-    "fused_add_rms_norm": 3,
-    "fused_add_layer_norm": 4,
+    "fused_add_rms_norm": 2,
+    "fused_add_layer_norm": 3,
     "ada_layer_norm": 3,
     "ada_layer_norm_zero": 4,
 }

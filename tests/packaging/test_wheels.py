@@ -13,6 +13,7 @@ DISTRIBUTIONS = ("opkiln", *(f"opkiln-{f}" for f in FAMILIES), "opkiln-bench")
 TUNED = ("norm", "conv", "pool", "misc")
 DATA_FILES = {
     **{f"opkiln-{f}": [f"opkiln_{f}/measured/sm90.json"] for f in FAMILIES},
+    "opkiln-pool": ["opkiln_pool/measured/sm90.json", "opkiln_pool/csrc/window_rows.cu"],
     "opkiln-bench": ["opkiln_bench/conf/rows/rms_norm.yaml"],
 }
 

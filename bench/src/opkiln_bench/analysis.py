@@ -99,10 +99,13 @@ def judge(record: dict[str, Any], run: str, limits: Limits | None) -> Result:
 
 
 def results(runs: Iterable[Run]) -> list[Result]:
-    """The judged rows of runs, later runs replacing rows of earlier ones."""
-    found = {}
+    """The judged rows of runs, later runs replacing rows of earlier ones. A row of ours alone, as a
+    sweep repeated for its noise has them, replaces none that others were timed in.
+    """
+    found: dict[Any, Result] = {}
     for run in runs:
         limits = limits_of(run.header["config"]["device"])
         for key, record in run.rows.items():
-            found[key] = judge(record, run.name, limits)
+            if key not in found or len(record["backends"]) > 1 or not found[key].alternatives:
+                found[key] = judge(record, run.name, limits)
     return list(found.values())

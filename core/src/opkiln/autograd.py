@@ -90,7 +90,12 @@ class Gradient:
         self.back = back
         self.first_saved = len(spec.returns)
         self.constant = [i for i, o in enumerate(spec.outputs) if o.saved or not o.differentiable]
-        self.wrt = [spec.tensor_names.index(name) for name in back.wrt]
+        # Places of the tensors that each gradient of the backward goes to.
+        self.receivers = [
+            [spec.tensor_names.index(n) for n in (name, *others_like(back, name))]
+            for name in back.wrt
+        ]
+        self.wrt = [i for places in self.receivers for i in places]
         self.readable = (*spec.tensor_names, *[o.name for o in spec.outputs])
         self.needs = [self.readable.index(name) for name in back.needs]
 
@@ -109,7 +114,8 @@ class Gradient:
         return outs
 
     def backward(self, ctx: Any, *grads: Any) -> Any:
-        mask = [ctx.needs_input_grad[LEADING + i] for i in self.wrt]
+        needed = ctx.needs_input_grad[LEADING:]
+        mask = [any(needed[i] for i in places) for places in self.receivers]
         stored = ctx.saved_tensors  # read once: each time unpacks, and a checkpoint allows one
         tensors: list[Any] = [None] * len(self.readable)
         for i, t in zip(ctx.kept, stored, strict=False):
@@ -121,8 +127,9 @@ class Gradient:
             saved = stored[len(ctx.kept) :]
             found = self.through_backward(ctx, tensors, saved, upstream, mask)
         out: list[Any] = [None] * (LEADING + len(self.spec.tensors) + len(self.spec.params))
-        for i, wanted, grad in zip(self.wrt, mask, found, strict=True):
-            out[LEADING + i] = grad if wanted else None
+        for places, grad in zip(self.receivers, found, strict=True):
+            for i in places:
+                out[LEADING + i] = grad if needed[i] else None
         return tuple(out)
 
     def upstream(self, ctx: Any, grads: Any) -> list[torch.Tensor]:
@@ -170,6 +177,11 @@ class Gradient:
         given = upstream[: len(outs)]  # outputs that this call does not have come last
         found = iter(torch.autograd.grad(outs, wanted, given, create_graph=True, allow_unused=True))
         return tuple(next(found) if w else None for w in mask)
+
+
+def others_like(back: Backward, name: str) -> list[str]:
+    """The tensors whose gradient is that of `name`."""
+    return [other for other, one in back.alike.items() if one == name]
 
 
 def unwritten(spec: OpSpec, tensors: tuple[Any, ...], params: dict[str, Any]) -> list[int]:

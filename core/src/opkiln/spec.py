@@ -6,7 +6,7 @@ conformance cases, the bench rows and the docs are all derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +129,8 @@ class Backward:
         tensor, and `output_mask`, one bool for each of `wrt`.
     wrt: the forward's differentiable tensors. needs: the forward's tensors, or outputs, that the
         formula reads; an output costs no memory that its user does not hold anyway.
+    alike: a differentiable tensor outside `wrt`, and the one of `wrt` whose gradient is also its
+        own (a sum's operands): made once, and handed to both.
     double: which torch formula a second derivative goes through: the forward's ("forward"), or the
         backward's own where what it saved does not depend smoothly on the input ("backward").
     """
@@ -137,6 +139,7 @@ class Backward:
     wrt: tuple[str, ...]
     needs: tuple[str, ...]
     double: str = "forward"
+    alike: Mapping[str, str] = field(default_factory=dict)
 
 
 def no_mutation(call: Call) -> tuple[str, ...]:

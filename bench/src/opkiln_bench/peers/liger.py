@@ -135,7 +135,8 @@ def load_fused_add_rms_norm_backward() -> Prepare:
                 kept.append(rms_of_rows(total.view(rows), call.params.eps))
             more = (NO_OFFSET, GEMMA, *block_and_warps, stages, IN_PLACE)
             args = (grad, grad_total, total.view(rows), weight, kept[0], *more)
-            return fused_add_rms_norm_backward(*args)
+            to_both, _, to_weight = fused_add_rms_norm_backward(*args)
+            return to_both, to_weight
 
         return over_gradient(backward)
 

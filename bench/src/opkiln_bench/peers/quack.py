@@ -135,7 +135,7 @@ def load_fused_add_rms_norm_backward() -> Prepare:
             to_both, to_weight, *_ = rmsnorm_bwd(
                 total.view(rows), weight, grad.view(rows), kept[0], grad_total.view(rows)
             )
-            return to_both.view(shape), to_both.view(shape), to_weight
+            return to_both.view(shape), to_weight
 
         return launch
 

@@ -108,7 +108,7 @@ def fused_add(forward: Callable[..., Any], prepare: Callable[[Call], Launch]) ->
                 statistics.extend(forward(total, weight, p))
             grads = of_norm(grad, total, weight, *statistics)
             to_both = grads[0].add_(grad_total)
-            return wanted(call, (to_both, to_both, *grads[1:]))
+            return wanted(call, (to_both, *grads[1:]))
 
         return launch
 

@@ -52,7 +52,8 @@ def batch_norm(
     training: batch statistics (biased variance); running_mean and running_var [C], where given, are
     updated in place with `momentum` of the mean and the unbiased variance. Otherwise the running
     statistics serve. Any mix of float dtypes; statistics in float32; result in the input's dtype,
-    channels_last iff the input is. Gradients: input, weight, bias.
+    channels_last iff the input is. Gradients: input, weight, bias; the backward keeps input, weight
+    and each channel's mean and rstd in float32.
     Raises ArgumentError for one value per channel in training, or sizes that do not fit.
     Source: Ioffe and Szegedy, "Batch Normalization", 2015.
     """
@@ -127,8 +128,9 @@ def group_norm(
 
     num_groups divides C; weight, bias: [C]. Any mix of float dtypes; biased variance and affine in
     float32; result in the input's dtype, channels_last iff the input is. Gradients: input, weight,
-    bias. Raises ArgumentError for sizes that do not fit, and for one value a group in a batch of
-    one. Source: Wu and He, "Group Normalization", 2018.
+    bias; the backward keeps input, weight and each group's mean and rstd in float32. Raises
+    ArgumentError for sizes that do not fit, and for one value a group in a batch of one. Source: Wu
+    and He, "Group Normalization", 2018.
     """
     return run(_group_norm, (input, weight, bias), (num_groups, eps), backend)
 
@@ -174,7 +176,8 @@ def instance_norm(
     where given, are updated in place with `momentum` of the mean and the unbiased variance,
     averaged over the batch. Otherwise the running statistics serve. Any mix of float dtypes;
     statistics and affine in float32; result in the input's dtype, channels_last iff the input is.
-    Gradients: input, weight, bias. Raises ArgumentError for planes of one value under
+    Gradients: input, weight, bias; the backward keeps input, weight and each plane's mean and rstd
+    in float32. Raises ArgumentError for planes of one value under
     use_input_stats, or sizes that do not fit. Source: Ulyanov, Vedaldi and Lempitsky, "Instance
     Normalization", 2016.
     """

@@ -101,9 +101,9 @@ def conv1d(
     padding: zeros on both sides, 'valid' (none), or 'same' (as many as keep the length; stride 1;
     an odd one goes to the right). All tensors of one dtype: float16, bfloat16, float32, float64;
     sums in float32, for float32 in IEEE arithmetic (TF32 only under `opkiln.use(allow_tf32=True)`).
-    Result in the input's dtype, [N, O, positions]. Gradients: input, weight, bias. An empty batch
-    is allowed. Raises ArgumentError for channels, groups or kernels that do not fit, TypeError for
-    no ints.
+    Result in the input's dtype, [N, O, positions]. Gradients: input, weight, bias; the backward
+    keeps input and weight. An empty batch is allowed. Raises ArgumentError for channels, groups or
+    kernels that do not fit, TypeError for no ints.
     """
     return run(_conv1d, (input, weight, bias), (stride, padding, dilation, groups), backend)
 

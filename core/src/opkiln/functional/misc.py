@@ -39,7 +39,8 @@ def fft(
 
     n: number of points, the dim is cropped or zero-padded to it; None: the dim's size, any size.
     norm: "backward" (None; no scale), "ortho" (1 / sqrt(n)) or "forward" (1 / n). The result has
-    the input's dtype and is contiguous. Gradient: input, the conjugate transform.
+    the input's dtype and is contiguous. Gradient: input, the conjugate transform; nothing
+    is kept for it.
     Raises ArgumentError for n < 1 or an unknown norm, DimError (an IndexError) for a missing dim.
     """
     out: Tensor = run(_fft, (input,), (n, dim, norm), backend)
@@ -91,7 +92,8 @@ def mhc_pre(
     float32 (float64 for a float64 x); n follows from phi. sinkhorn_repeat: rounds of row and column
     normalization of the mixing matrix, each sum plus sinkhorn_eps. Arithmetic in float32; x_res and
     x_layer in x's dtype. return_h_post: also h_post [B, n] in phi's dtype, for mhc_post.
-    Gradients: phi, x, b. Raises ArgumentError for shapes that fit no n.
+    Gradients: phi, x, b; the backward keeps the three. Raises ArgumentError for shapes that fit no
+    n.
     Formulas: the module docstring of opkiln.ops.misc.mhc.
     Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", 2025.
     """
@@ -111,7 +113,8 @@ def mhc_post(
     """Add a layer's output to the residual streams: h_post[i] * x_layer_out + x_res[i], [B, n*c].
 
     x_layer_out: [B, c] and x_res: [B, n*c] of one dtype, h_post: [B, n] float32 (float64 for
-    float64). Arithmetic in float32, result in x_res's dtype. Gradients: all three.
+    float64). Arithmetic in float32, result in x_res's dtype. Gradients: all three; the
+    backward keeps x_layer_out and h_post.
     """
     out: Tensor = run(_mhc_post, (x_layer_out, h_post, x_res), (), backend)
     return out

@@ -81,7 +81,9 @@ def max_pool2d(
     the input is. stride=None: kernel_size. padding: at most half of kernel_size, never chosen as
     the maximum. ceil_mode: the last window may hang over the padding, but not start in it.
     return_indices: also the int64 index of each maximum, flat over the input's plane. NaN wins
-    (several: the last), ties go to the first index. Gradient: input, deterministic.
+    (several: the last), ties go to the first index. Gradient: input, deterministic; the backward
+    keeps where in its window each maximum lies: 8 bits for windows of up to 256 taps, 16 up to
+    32,768, else 32.
     Raises ArgumentError for windows that do not fit, TypeError for sizes that are not ints.
     """
     args = (2, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -161,7 +163,7 @@ def avg_pool2d(
     the input is. Sums in float32. stride=None: kernel_size; padding: at most half of kernel_size.
     A sum is divided by divisor_override where given (not zero), else by the elements of its window
     inside the padded input (count_include_pad) or inside the input. What ceil_mode lets hang over
-    the padding is not counted. Gradient: input, deterministic.
+    the padding is not counted. Gradient: input, deterministic; nothing is kept for it.
     Raises ArgumentError for windows that do not fit, TypeError for sizes that are not ints.
     """
     args = (2, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
@@ -211,7 +213,7 @@ def adaptive_avg_pool2d(
 
     output_size: h or (h, w), None: the input's; window i of a dim is [floor(i * H / h),
     ceil((i + 1) * H / h)). Zero gives an empty result. Result in the input's dtype, channels_last
-    iff the input is; sums in float32. Gradient: input, deterministic.
+    iff the input is; sums in float32. Gradient: input, deterministic; nothing is kept for it.
     Raises ArgumentError for negative sizes or an empty plane.
     """
     out: Tensor = run(_adaptive_pool, (input,), ("adaptive_avg_pool2d", output_size), backend)
@@ -228,7 +230,8 @@ def adaptive_max_pool2d(
     """Maximum over the windows of adaptive_avg_pool2d.
 
     return_indices: also the int64 index of each maximum, flat over the input's plane. NaN wins
-    (several: the last), ties go to the first index. Gradient: input, deterministic.
+    (several: the last), ties go to the first index. Gradient: input, deterministic; the backward
+    keeps the window offsets, as max_pool2d's.
     """
     op = "adaptive_max_pool2d_indices" if return_indices else "adaptive_max_pool2d"
     return run(_adaptive_pool, (input,), (op, output_size), backend)
@@ -260,7 +263,8 @@ def mean_pooling(
     cu_seqlens: [sequences + 1] int32 or int64, rising from 0 to T; then B = 1 and chunks restart at
     every sequence. num_chunks: how many chunks all sequences have; given, the call does not wait
     for the GPU and can be captured (chunks past the last are zero); absent, it costs one sync.
-    Sums in float32; the last chunk of a sequence is divided by its own length. Gradient: input.
+    Sums in float32; the last chunk of a sequence is divided by its own length. Gradient: input;
+    the backward keeps cu_seqlens.
     """
     tensors = (input, cu_seqlens)
     if num_chunks is None and cu_seqlens is not None and is_direct(tensors):

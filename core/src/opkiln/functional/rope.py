@@ -62,7 +62,8 @@ def rope_neox(
     rotary_dim: how many of the first channels are rotated, even; None: all. Others pass through.
     Angles are exact to float32 at any position, products in float32; result in x's dtype,
     contiguous. inplace: written over x, which is returned; no gradient, no expanded x.
-    Gradient: x. Raises ArgumentError for an odd or too large rotary_dim or a negative offset.
+    Gradient: x; nothing is kept for it. Raises ArgumentError for an odd or too large rotary_dim or
+    a negative offset.
     Source: Su et al., "RoFormer", 2021.
     """
     return _run(x, ("rope_neox", (base,), rotary_dim, offset), inplace, backend)

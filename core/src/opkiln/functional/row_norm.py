@@ -39,7 +39,8 @@ def layer_norm(
 
     input: [*, *normalized_shape] float16, bfloat16, float32 or float64; weight, bias:
     [*normalized_shape] of any of these dtypes. Statistics (biased variance) and affine in float32;
-    result in the input's dtype, contiguous. Gradients: input, weight, bias.
+    result in the input's dtype, contiguous. Gradients: input, weight, bias;
+    the backward keeps input, weight and each row's mean and rstd in float32.
     Raises ArgumentError for shapes or dtypes that do not fit.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
@@ -76,7 +77,8 @@ def rms_norm(
     input: [*, *normalized_shape] float16, bfloat16, float32 or float64; weight: [*normalized_shape]
     of any of these dtypes. Statistics and product in float32; result in the input's dtype,
     contiguous. eps=None: torch.finfo(float32).eps, for float64 finfo(float64).eps.
-    Gradients: input, weight. Raises ArgumentError for shapes or dtypes that do not fit.
+    Gradients: input, weight; the backward keeps both and each row's rstd in float32.
+    Raises ArgumentError for shapes or dtypes that do not fit.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     return run(_rms_norm, (input, weight), (normalized_shape, eps), backend)
@@ -120,8 +122,8 @@ def fused_add_layer_norm(
     the float32 sum, the second result is that sum rounded to the input's dtype. Both are
     contiguous. inplace=True: the norm goes into `input`, the sum into `residual`, and these two are
     returned; no gradient. Gradients: input, residual, weight, bias; the backward keeps the second
-    result. Raises ArgumentError for shapes or dtypes that do not fit; in place for tensors that
-    want a gradient, overlap each other or are expanded.
+    result and the weight. Raises ArgumentError for shapes or dtypes that do not fit; in place for
+    tensors that want a gradient, overlap each other or are expanded.
     """
     tensors = (input, residual, weight, bias)
     outs = run(_fused_add_layer_norm, tensors, (normalized_shape, eps, inplace), backend)
@@ -191,7 +193,9 @@ def ada_layer_norm(
     input: [*, N]; scale, shift: the input's dtype and shape, or broadcastable to it ([B, 1, N]: one
     modulation a sample). All arithmetic in float32; result in the input's dtype, contiguous.
     scale_offset: 1.0 where the network learns scale - 1 (diffusers, DiT). Gradients: input, scale,
-    shift, each of its own shape. Raises ArgumentError for shapes or dtypes that do not fit.
+    shift, each of its own shape; the backward keeps input, scale (and for a gate shift and gate)
+    and each row's mean and rstd in float32. Raises ArgumentError for shapes or dtypes that do not
+    fit.
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023.
     """
     return run(_ada_layer_norm, (input, scale, shift), (eps, scale_offset), backend)

@@ -38,6 +38,7 @@ def with_backward(
     flops: Callable[[Call], int] | None = None,
     reduction: Callable[[Call], int] | None = None,
     double: str = "forward",
+    alike: Mapping[str, str] | None = None,
 ) -> tuple[OpSpec, OpSpec]:
     """`fwd` with its gradient attached, and the spec of that gradient.
 
@@ -48,7 +49,7 @@ def with_backward(
         name where they differ.
     grad_meta: shape and dtype of a gradient that is not simply that of its tensor.
     reduction: terms of a gradient's element; None: as many as of the forward's.
-    double: see `Backward`.
+    double, alike: see `Backward`.
     """
     differentiable = [o for o in fwd.returns if o.differentiable]
     by_name = {t.name: t for t in fwd.tensors}
@@ -93,7 +94,7 @@ def with_backward(
         flops=flops or (lambda call: 2 * next(iter(vars(call.tensors).values())).numel),
         forward_op=fwd.name,
     )
-    return replace(fwd, backward=Backward(spec, wrt, needs, double)), spec
+    return replace(fwd, backward=Backward(spec, wrt, needs, double, alike or {})), spec
 
 
 AUTOGRAD_KEYS = (

@@ -22,7 +22,6 @@ import triton.language as tl
 from opkiln_norm.row_backward_tiles import (
     DB,
     DQ,
-    DR,
     DW,
     DX,
     RSTD,
@@ -37,6 +36,7 @@ from opkiln_norm.row_backward_tiles import (
     load_rows,
     load_statistics,
     pointers_of,
+    pull_and_rstd,
     pull_means,
     row_statistics,
     times,
@@ -81,10 +81,8 @@ def write_tile(
             d = rstd * (times(g_norm, scale) - mean_a - h * mean_ah)
             if len(r) > 0:
                 d += r[c].to(tl.float32)
-            for k in tl.static_range(2):  # the input's and the residual's are the same
-                if tensors[DX + k] is not None:
-                    ptrs = pointers_of(tensors, DX + k, rows, layout, ALIGN)
-                    store_columns(ptrs, cols, layout[2][DX + k], d, mask, "")
+            ptrs = pointers_of(tensors, DX, rows, layout, ALIGN)
+            store_columns(ptrs, cols, layout[2][DX], d, mask, "")
         if tensors[DW] is not None:
             total = chunk_of(sum_w, c)
             total = add_or_store(
@@ -139,13 +137,17 @@ def backward_tile(
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `rows`; returns the sums."""
+    # Without a mean to subtract, the statistic and the pull are sums of one pass.
+    AT_ONCE: tl.constexpr = (
+        tensors[RSTD] is None and sums_ptr is None and tensors[DX] is not None and not CENTER
+    )
     x = load_rows(tensors, X, rows, mask_m, layout, start, N, ALIGN, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
     if tensors[RSTD] is not None:
         mean, rstd = load_statistics(tensors, rows, mask_m, layout, CENTER)
     elif sums_ptr is not None:
         mean = tl.load(sums_ptr + 2 * M.to(tl.int64) + rows, mask=mask_m, other=0.0)
         rstd = tl.load(sums_ptr + 3 * M.to(tl.int64) + rows, mask=mask_m, other=0.0)
-    elif AGAIN:
+    elif AGAIN and not AT_ONCE:
         mean, rstd = row_statistics(x, mask_m, N, eps, CENTER, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
         tl.debug_barrier()  # as below
         x = load_rows(
@@ -161,10 +163,14 @@ def backward_tile(
         tensors, w, b, q, rows, mask_m, layout, start, N, KEPT, ALIGN, EVEN,
         BLOCK_M, BLOCK_N, CHUNKS,
     )  # fmt: skip
-    if tensors[RSTD] is None and sums_ptr is None and not AGAIN:
+    if tensors[RSTD] is None and sums_ptr is None and not AGAIN and not AT_ONCE:
         mean, rstd = row_statistics(x, mask_m, N, eps, CENTER, EVEN, BLOCK_M, BLOCK_N, CHUNKS)
     mean_a, mean_ah = None, None
-    if tensors[DX] is not None or tensors[DR] is not None:
+    if AT_ONCE:
+        mean = 0.0
+        rstd, mean_ah = pull_and_rstd(g, x, w, q, mask_m, offset, N, eps, BLOCK_M, BLOCK_N, CHUNKS)
+        mean_a = 0.0
+    elif tensors[DX] is not None:
         if sums_ptr is not None:
             mean_a = tl.load(sums_ptr + rows, mask=mask_m, other=0.0)
             mean_ah = tl.load(sums_ptr + M.to(tl.int64) + rows, mask=mask_m, other=0.0)
@@ -225,7 +231,7 @@ def store_sums(
 @triton.jit(do_not_specialize=["M", "group_rows", "slices", "n_units", "col_blocks"])
 def row_backward_kernel(
     g_ptr, x_ptr, r_ptr, w_ptr, b_ptr, q_ptr, mean_ptr, rstd_ptr, sums_ptr,  # None where absent
-    dx_ptr, dr_ptr, dw_ptr, db_ptr, dq_ptr,
+    dx_ptr, dw_ptr, db_ptr, dq_ptr,
     inner_sizes, strides, columns, M, group_rows, slices, n_units, col_blocks, eps, offset,
     CENTER: tl.constexpr, KEPT: tl.constexpr, OWN: tl.constexpr, WIDE: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, AGAIN: tl.constexpr, ALIGN: tl.constexpr,
@@ -233,7 +239,7 @@ def row_backward_kernel(
 ):  # fmt: skip
     """Grid: groups * slices * col_blocks programs. N = n_units * ALIGN.
 
-    strides, columns: of the 13 tensors in the order above; in units of ALIGN where dense. KEPT:
+    strides, columns: of the 12 tensors in the order above; in units of ALIGN where dense. KEPT:
     which of w, b, q have one row for all of a program, to be kept in registers. OWN: for which each
     row has its own gradient; for others dw, db, dq are rows of N sums, one a program. WIDE: a
     program has one block of columns, and sums_ptr is what row_sums_kernel wrote. AGAIN: a row is
@@ -241,7 +247,7 @@ def row_backward_kernel(
     """
     tensors = (
         g_ptr, x_ptr, r_ptr, w_ptr, b_ptr, q_ptr, mean_ptr, rstd_ptr,
-        dx_ptr, dr_ptr, dw_ptr, db_ptr, dq_ptr,
+        dx_ptr, dw_ptr, db_ptr, dq_ptr,
     )  # fmt: skip
     layout = (inner_sizes, strides, columns)
     N = n_units * ALIGN

@@ -8,8 +8,9 @@ from opkiln.device.outputs import allocator
 from opkiln.device.triton import launcher
 from opkiln.spec import Call
 
+from opkiln_norm import row_backward_ring
 from opkiln_norm.row_backward import row_backward_kernel
-from opkiln_norm.row_backward_plan import SUMS_BLOCK, BackwardPlan, plan_for
+from opkiln_norm.row_backward_plan import GRAD_INPUT, SUMS_BLOCK, BackwardPlan, plan_for
 from opkiln_norm.row_backward_sums import column_sums_kernel, row_sums_kernel
 from opkiln_norm.row_plan import multiprocessors
 
@@ -18,10 +19,9 @@ READ = (
     ("shift",), ("gate",), ("mean",), ("rstd",),
 )  # fmt: skip
 WRITTEN = (
-    ("grad_input",), ("grad_residual",), ("grad_weight", "grad_scale"), ("grad_bias", "grad_shift"),
-    ("grad_gate",),
+    ("grad_input",), ("grad_weight", "grad_scale"), ("grad_bias", "grad_shift"), ("grad_gate",),
 )  # fmt: skip
-SUM_ROWS, SUM_COLUMNS = 64, 32  # of the tile that a program of column_sums_kernel adds up
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 64, 32, 4  # of a program of column_sums_kernel
 Launch = Callable[..., Any]
 
 
@@ -45,7 +45,7 @@ class Sums:
         parts_of_row = tuple(parts // max(r, 1) for r in rows)
         self.fixed = (rows, parts_of_row, plan.n, SUM_ROWS, SUM_COLUMNS)
         grid = (-(-plan.n // SUM_COLUMNS) * sum(rows), 1, 1)
-        self.run = launcher(column_sums_kernel, grid, {"num_warps": 4}, self.fixed)
+        self.run = launcher(column_sums_kernel, grid, {"num_warps": SUM_WARPS}, self.fixed)
 
     def targets(self, grads: tuple[Any, ...]) -> list[Any]:
         """What the programs write for each of weight, shift and gate."""
@@ -84,6 +84,9 @@ def prepare(call: Call) -> Launch:
 
 def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], None]:
     """What launches the kernels on the tensors read and written."""
+    ring = row_backward_ring.prepare(call, plan)
+    if ring is not None:
+        return through_ring(call, plan, *ring)
     slices = plan.slices(multiprocessors(call.device))
     parts = plan.groups * slices
     center = "layer_norm" in call.spec.name
@@ -98,9 +101,24 @@ def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], 
     totals = row_totals(call, plan, (*layout, plan.rows, units, *scalars, center))
 
     def compute(reads: list[Any], writes: list[Any]) -> None:
-        grads = tuple(writes[2:])
+        grads = tuple(writes[1:])
         targets = sums.targets(grads)
-        run(*reads, totals(reads), *writes[:2], *targets)
+        run(*reads, totals(reads), writes[0], *targets)
+        sums.add_up(targets, grads)
+
+    return compute
+
+
+def through_ring(
+    call: Call, plan: BackwardPlan, parts: int, run: row_backward_ring.Run
+) -> Callable[[list[Any], list[Any]], None]:
+    """The same by the kernel in CUDA C++."""
+    sums = Sums(call, plan, parts)
+
+    def compute(reads: list[Any], writes: list[Any]) -> None:
+        grads = tuple(writes[1:])
+        targets = sums.targets(grads)
+        run(reads, writes[0], targets)
         sums.add_up(targets, grads)
 
     return compute
@@ -109,8 +127,7 @@ def planned(call: Call, plan: BackwardPlan) -> Callable[[list[Any], list[Any]], 
 def row_totals(call: Call, plan: BackwardPlan, fixed: tuple[Any, ...]) -> Callable[..., Any]:
     """What computes a wide row's means for `row_backward_kernel`; None if it needs none."""
     given = hasattr(call.tensors, "rstd")
-    wanted = plan.tensors[8] is not None or plan.tensors[9] is not None
-    if not plan.tiling.wide or (given and not wanted):
+    if not plan.tiling.wide or (given and plan.tensors[GRAD_INPUT] is None):
         return lambda reads: None
     fixed = (*fixed, plan.align, SUMS_BLOCK)
     allocate = allocator(call.device, (call.new((4, plan.rows), torch.float32),))

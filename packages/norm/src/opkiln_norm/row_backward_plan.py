@@ -14,7 +14,7 @@ from opkiln_norm.row_layout import broadcast_strides, collapse, column_stride
 from opkiln_norm.row_plan import MAX_ALIGN, MAX_INDEX, power_of_two
 
 MODULATION = (("weight", "scale"), ("bias", "shift"), ("gate",))
-WEIGHT, STATISTICS, FIRST_SUM = 3, (6, 7), 10  # places among the kernel's tensors
+WEIGHT, STATISTICS, GRAD_INPUT, FIRST_SUM = 3, (6, 7), 8, 9  # places among the kernel's tensors
 # Longest row of a program by element size; longer ones are WIDE, and half as long ones where three
 # gradients are summed: at 16 warps a thread has 128 registers.
 RESIDENT = {2: 16384, 4: 8192}
@@ -205,7 +205,7 @@ def layout_of(
         t.get("mean"),
         t.get("rstd"),
     ]
-    given += [outputs.get("grad_input"), outputs.get("grad_residual")]
+    given += [outputs.get("grad_input")]
     given += [m if o else None for m, o in zip(wanted, own, strict=True)]
     steps: dict[int, list[int]] = {}
     columns: dict[int, int | None] = {}

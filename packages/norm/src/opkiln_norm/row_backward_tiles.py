@@ -15,7 +15,7 @@ from opkiln_norm.row_tiles import (
 # The interpreter reduces a pair element by element, in Python.
 ONE_BY_ONE = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Places in the kernels' tuples of tensors; R: the residual's gradient, Q: the gate.
-G, X, R, W, B, Q, MEAN, RSTD, DX, DR, DW, DB, DQ = (tl.constexpr(i) for i in range(13))
+G, X, R, W, B, Q, MEAN, RSTD, DX, DW, DB, DQ = (tl.constexpr(i) for i in range(12))
 
 
 @triton.jit
@@ -134,3 +134,21 @@ def pull_means(
         )
     total_a, total_ax = row_totals(sum_a, sum_ax)
     return total_a / N, total_ax * rstd / N
+
+
+@triton.jit
+def pull_and_rstd(
+    g, x, w, q, mask_m, offset, N, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """rstd of rows that have no mean, and mean_n(a * h)."""
+    sum_xx = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    sum_ax = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for c in tl.static_range(CHUNKS):
+        wide = x[c].to(tl.float32)
+        a = times(times(g[c].to(tl.float32), chunk_of(q, c)), affine_scale(chunk_of(w, c), offset))
+        sum_xx = tl.fma(wide, wide, sum_xx)
+        sum_ax = tl.fma(a, wide, sum_ax)
+    total_xx, total_ax = row_totals(sum_xx, sum_ax)
+    rstd = tl.where(mask_m, tl.rsqrt(total_xx / N + eps), 0.0)
+    return rstd, total_ax * rstd / N

@@ -142,10 +142,17 @@ def plane_rule(g: Geometry) -> Tiling:
 
 
 @functools.cache
-def tuning_rows() -> tuple[dict[str, Any], ...]:
-    """The rows of tuning/sm90.json."""
+def tuning_table() -> dict[str, Any]:
+    """tuning/sm90.json."""
     text = resources.files("opkiln_pool").joinpath("tuning/sm90.json").read_text("utf-8")
-    return tuple(json.loads(text)["rows"])
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def tuning_rows() -> list[dict[str, Any]]:
+    """The table's tilings of the Triton kernels."""
+    rows: list[dict[str, Any]] = tuning_table()["rows"]
+    return rows
 
 
 def key_of(op: str, g: Geometry) -> dict[str, Any]:

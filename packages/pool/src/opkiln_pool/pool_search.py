@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from opkiln import tilings
+from opkiln.device import cuda
 
-from opkiln_pool import mean_plan, pool_plan
+from opkiln_pool import mean_plan, pool_plan, window_cuda
 from opkiln_pool.geometry import Geometry, geometry_of
 from opkiln_pool.mean_plan import MeanTiling
 from opkiln_pool.pool_plan import Tiling
@@ -26,11 +27,29 @@ def candidates(call: Any) -> list[dict[str, Any]]:
         near = dict.fromkeys([mean, *mean_neighbours(mean, call)])
         return [tilings.stated(mean_plan.KERNEL, t) for t in near]
     g = geometry_of(call)
+    own = tilings.of(call)
+    by_cuda = None
+    if cuda.why_not(call.device, window_cuda.EXTRA) is None:
+        by_cuda = window_cuda.plan_for(call)
+    first = [] if by_cuda is None else [by_cuda.tiling, *cuda_neighbours(by_cuda.tiling)]
+    stated = [window_cuda.stated(t) for t in first]
+    if own is not None and by_cuda is not None:
+        return stated
     used = pool_plan.plan_for(call).tiling
     found = [used, *neighbours(used, g)]
-    if tilings.of(call) is None:
+    if own is None:
         found += [t for t in plain(g) if t.variant != used.variant]
-    return [tilings.stated(pool_plan.KERNEL, t) for t in dict.fromkeys(found)]
+    return [*stated, *(tilings.stated(pool_plan.KERNEL, t) for t in dict.fromkeys(found))]
+
+
+def cuda_neighbours(t: window_cuda.Tiling) -> Iterator[window_cuda.Tiling]:
+    """Other CTAs, the other hint."""
+    for threads in tilings.beside(t.threads, 64, 512):
+        if isinstance(t, window_cuda.Rows):
+            yield replace(t, threads=threads, ctas=t.ctas * t.threads // threads)
+        else:
+            yield replace(t, threads=threads)
+    yield replace(t, keep=not t.keep)
 
 
 def plain(g: Geometry) -> Iterator[Tiling]:

@@ -7,6 +7,7 @@ import torch
 from opkiln.device.outputs import allocator
 from opkiln.device.triton import launcher
 
+from opkiln_pool import window_cuda
 from opkiln_pool.adaptive_strip import strip_kernel
 from opkiln_pool.plane_rows import plane_kernel
 from opkiln_pool.pool_plan import plan_for
@@ -23,6 +24,9 @@ KERNELS = {
 
 def prepare(call: Any) -> Callable[..., Any]:
     """Plan a pool call once; the result allocates and launches."""
+    launch_cuda = window_cuda.prepare(call)
+    if launch_cuda is not None:
+        return launch_cuda
     plan = plan_for(call)
     kernel = KERNELS[plan.tiling.variant]
     indexed = call.spec.name.endswith("_indices")

@@ -3,7 +3,8 @@
 The norm reads the sum before it is rounded to the input's dtype. The backward reads `residual_out`,
 which the next layer keeps anyway, and takes the row's statistics from it again: the op saves
 nothing of its own, and its gradient is exactly that of the norm at the rounded sum, which the
-statistics of the unrounded one would not fit.
+statistics of the unrounded one would not fit. It makes one gradient for input and residual, as
+torch's addition does: a copy of it would be a fifth of the kernel's bytes.
 """
 
 from __future__ import annotations
@@ -76,17 +77,17 @@ def fused_add_specs(op: str, norm: OpSpec, norm_backward: OpSpec) -> tuple[OpSpe
             autocast=norm.autocast,
             doc=f"input + residual, and {norm.name} of the sum.",
         ),
-        wrt=("input", "residual", *names),
+        wrt=("input", *names),
         needs=("residual_out", "weight"),
         reference=backward_by(norm.reference, norm_backward.reference),
         native=backward_by(norm.native_train, norm_backward.native),
         grad_dims=norm.tensors[0].dims,
         grad_meta={
             "input": like("residual_out"),
-            "residual": like("residual_out"),
             **dict.fromkeys(names, parameter),
         },
         double="backward",
+        alike={"residual": "input"},
     )
     return forward, backward, inplace_of(forward, {"input": "out", "residual": "residual_out"})
 
@@ -96,25 +97,17 @@ def gradients(
     grad_out: torch.Tensor,
     grad_residual_out: torch.Tensor,
     *tensors: Any,
-    output_mask: list[bool],
     **params: Any,
 ) -> Any:
-    """The norm's gradients by `fn`; input and residual get the same, in memory of their own."""
-    to_input, to_residual, *to_params = output_mask
-    mask = [to_input or to_residual, *to_params]
+    """The norm's gradients by `fn`; the first is that of input and of residual."""
     x, weight, *saved = tensors
-    grad, *rest = fn(wide(grad_out), x, wide_like(weight, x), *saved, output_mask=mask, **params)
+    grad, *rest = fn(wide(grad_out), x, wide_like(weight, x), *saved, **params)
     dtype = parameter_dtype(grad_out, weight)
     rest = [None if g is None else g.to(dtype) for g in rest]
     if grad is None:
-        return None, None, *rest
+        return None, *rest
     total = (grad + wide(grad_residual_out)).to(grad_out.dtype)  # rounded once, after the sum
-    both = to_input and to_residual
-    return (
-        total if to_input else None,
-        (total.clone() if both else total) if to_residual else None,
-        *rest,
-    )
+    return total, *rest
 
 
 SPECS = (
