@@ -1,7 +1,9 @@
-"""The generated pages of the site: one for each family of ops, and the results.
+"""The generated pages of the site: for each family of ops its functions and its capability cards,
+and the results.
 
 write(folder) writes folder/ops/<family>.md from the specs, the functions' docstrings and the
-installed backends, and folder/results.md from results/h200/rows.csv.
+installed backends, folder/cards/<family>.md from the conformance summaries that the families ship,
+and folder/results.md from results/h200/rows.csv.
 """
 
 import csv
@@ -11,12 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from opkiln import functional
+from opkiln.cards import card
+from opkiln.cli.cards import HEAD, cards_of, row
 from opkiln.meta import dtype_name
 from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY
 from opkiln.spec import OpSpec, TensorSpec
 
 ROWS = Path(__file__).parents[1] / "results" / "h200" / "rows.csv"
+OURS = "opkiln"
 FAMILIES = {
     "norm": "Normalization",
     "conv": "Convolution",
@@ -28,10 +33,11 @@ FAMILIES = {
 
 def write(folder: Path) -> None:
     """Write all pages. Needs the families' packages for what their backends promise."""
-    (folder / "ops").mkdir(parents=True, exist_ok=True)
-    for family, title in FAMILIES.items():
-        page = folder / "ops" / f"{family}.md"
-        page.write_text(family_page(family, title), encoding="utf-8")
+    for kind, page_of in (("ops", family_page), ("cards", cards_page)):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for family, title in FAMILIES.items():
+            page = folder / kind / f"{family}.md"
+            page.write_text(page_of(family, title), encoding="utf-8")
     (folder / "results.md").write_text(results_page(), encoding="utf-8")
 
 
@@ -103,6 +109,35 @@ def backends_table(spec: OpSpec) -> str:
         if impl.auto or backend in ("opkiln", "torch-ref")
     ]
     return table(["op", "backend", "promises", "chosen by itself"], rows)
+
+
+CARDS = """# Capability cards: {title}
+
+What the conformance kit found of backend `opkiln`, by `opkiln conform`; `opkiln list --backend
+opkiln` and `opkiln.card` say the same. `yes`: cases passed and none failed; `no`: all were refused,
+with the reason below; `not tested`: no case shows it; `-`: the op has no such form. Errors are
+against the reference in double precision, in units in the last place of the result at its own size
+or at the root mean square of the result where that is larger; the largest ones are of cases whose
+formula amplifies rounding of its input (`mean2000`: a mean of 2,000 standard deviations). A
+backward has a card of its own below.
+
+"""
+
+
+def cards_page(family: str, title: str) -> str:
+    """A table of all cards, then each with the cases that its cells rest on."""
+    names = [s.name for s in CATALOGUE.values() if s.family == family]
+    found = cards_of(names, OURS)
+    sources = dict.fromkeys(f"{one.source}.\n" for one in found if one.device)
+    parts = [
+        CARDS.format(title=title),
+        "".join(sources) or "No summary is shipped with the packages here: nothing is tested.\n",
+        table(HEAD, map(row, found)),
+    ]
+    for name in names:
+        if OURS in REGISTRY.of(name):
+            parts.append(f"## {name}\n\n```text\n{card(name, OURS)}\n```\n")
+    return "\n".join(parts)
 
 
 def results_page() -> str:

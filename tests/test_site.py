@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import html
 import subprocess
 import sys
 from pathlib import Path
 
+import opkiln
 import pytest
 from opkiln.ops import CATALOGUE
+from opkiln.registry import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +32,20 @@ def test_every_op_has_its_section(site: Path) -> None:
             anchor = spec.name.replace("_", "-")
             assert f'<section id="{anchor}">' in pages[spec.family], spec.name
             assert spec.op in pages[spec.family]
+
+
+def test_every_implementation_has_its_card(site: Path) -> None:
+    """With the cells that opkiln.card gives, whether or not a summary is shipped."""
+    pages = {
+        p.stem: html.unescape(p.read_text(encoding="utf-8"))
+        for p in (site / "generated/cards").glob("*.html")
+    }
+    for spec in CATALOGUE.values():
+        if "opkiln" in REGISTRY.of(spec.name):
+            anchor = spec.name.replace("_", "-")
+            assert f'<section id="{anchor}">' in pages[spec.family], spec.name
+            for line in str(opkiln.card(spec.name, "opkiln")).splitlines():
+                assert line in pages[spec.family], (spec.name, line)
 
 
 def test_results_show_every_op_of_the_table(site: Path) -> None:

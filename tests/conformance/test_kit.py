@@ -241,7 +241,7 @@ def test_json_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Outcome] = []
     report = conform("torch-ref", ["rms_norm"], dtypes=[torch.float32], progress=seen.append)
     read = json.loads(json.dumps(report.to_json()))
-    assert read["schema_version"] == 1 and read["ok"] is True
+    assert read["schema_version"] == 2 and read["ok"] is True
     assert read["environment"]["commit"] == "abc123"
     assert {"date", "torch", "triton", "python", "gpu", "opkiln", "plugins"} <= set(
         read["environment"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from opkiln.ops import CATALOGUE
+from opkiln.policy import Policy
 from opkiln.spec import Call
 from opkiln_misc.mhc_post import Tiling, layout, prepare, rule, tiling_of
 from opkiln_misc.plugin import supports_mhc_post
@@ -46,6 +47,17 @@ def test_blocks(block_c, fixed):
 def test_one_row_takes_more_ctas():
     assert rule(1).block_c < rule(2).block_c
     run(random(1, 200), random(1, 4), random(1, 800))
+
+
+def test_a_batch_invariant_policy_takes_one_tiling():
+    """Of one row as of many."""
+
+    def chosen(batch: int) -> Tiling:
+        tensors = [random(batch, 200), random(batch, 4), random(batch, 800)]
+        policy = Policy(batch_invariant=True)
+        return tiling_of(Call.of(CATALOGUE["mhc_post"], tensors, {}, policy))
+
+    assert chosen(1) == chosen(2) == rule(4096)
 
 
 def test_the_table_serves_dense_tensors_of_the_measured_sizes():

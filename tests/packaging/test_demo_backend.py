@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ rows = select(load_rows(), "*", "demo-*", "*")
 print(json.dumps([str(r) for r in rows]))
 """
 
+OPKILN = "import sys; from opkiln.cli import main; sys.argv[0] = 'opkiln'; main()"
+
 REASON = "takes dense input whose length is a multiple of chunk_size"
 
 
@@ -57,18 +60,42 @@ def test_explain_and_calls(env) -> None:
     assert found["gradient"]
 
 
-def test_conforms(env, tmp_path) -> None:
-    file = tmp_path / "conformance.json"
-    code = "import sys; from opkiln.cli import main; sys.argv[0] = 'opkiln'; main()"
-    done = env.run("-c", code, "conform", "--backend", "demo", "--json", str(file))
+@pytest.fixture(scope="module")
+def summary(env, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `opkiln conform` writes of it."""
+    file = tmp_path_factory.mktemp("demo") / "conformance.json"
+    done = env.run("-c", OPKILN, "conform", "--backend", "demo", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads(file.read_text())
-    by_op = {o["op"]: o for o in summary["ops"]}
+    return file
+
+
+def test_conforms(summary: Path) -> None:
+    by_op = {o["op"]: o for o in json.loads(summary.read_text())["ops"]}
     assert set(by_op) == {"rms_norm", "mean_pooling"}
     for op in by_op.values():
         assert op["failed"] == 0
         assert op["passed"] > 5
     assert any(REASON in line for line in by_op["mean_pooling"]["refusals"])
+
+
+def test_has_capability_cards(env, summary: Path) -> None:
+    """It promises no trait, and its RMS norm, asked for by name, saves nothing for a backward."""
+    args = ("list", "--backend", "demo", "--summary", str(summary), "--json")
+    done = env.run("-c", OPKILN, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cards = {card["op"]: card for card in json.loads(done.stdout)}
+    assert set(cards) == {"rms_norm", "mean_pooling"}
+    for card in cards.values():
+        cells = {name: cell["status"] for name, cell in card["cells"].items()}
+        served = ("forward", "compile", "export", "autocast")
+        assert {n: cells[n] for n in served} == dict.fromkeys(served, "yes")
+        assert cells["deterministic"] == cells["batch_invariant"] == "no"
+        assert cells["backward"] == cells["graph_capture"] == "not tested"
+        assert all(c["case"] for c in card["cells"].values() if c["status"] != "not tested")
+        assert {"f16", "bf16", "f32"} <= set(card["errors"])
+    for name in ("saved_tensors", "double_backward"):
+        assert cards["rms_norm"]["cells"][name]["status"] == "no"
+        assert "backward" in cards["rms_norm"]["cells"][name]["reason"]
 
 
 def test_its_rows_are_in_the_bench(env) -> None:

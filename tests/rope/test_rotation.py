@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from opkiln.ops import CATALOGUE
+from opkiln.policy import Policy
 from opkiln.spec import Call
 from opkiln_rope.angles import turns
 from opkiln_rope.plugin import FORMS, OPS, supports
@@ -260,3 +261,22 @@ def test_rule_fits_registers(itemsize, heads, pairs):
         assert dataclasses.astuple(t)[:3] >= (1, 1, 1)
         per_thread = t.block_t * t.block_h * t.steps * pairs / (32 * t.num_warps)
         assert per_thread <= 32 or t.block_t * t.block_h == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_batch_invariant_policy_takes_one_tiling(op):
+    """Few tokens have a tiling of their own without it."""
+
+    def tilings(invariant: bool) -> set[Tiling]:
+        found = set()
+        for tokens in (1, 2, 255, 4096):
+            x = torch.empty(tokens, 8, 128, dtype=F16, device="meta")
+            ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+            tensors = [x, ids] if op == IDS else [x[None]]
+            params = params_of(op, 128, **({"max_position": 4096} if op == IDS else {}))
+            policy = Policy(batch_invariant=invariant)
+            call = Call.of(CATALOGUE[op], tensors, params, policy, real=False)
+            found.add(plan_for(call).tiling)
+        return found
+
+    assert len(tilings(True)) == 1 < len(tilings(False))

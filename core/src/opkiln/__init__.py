@@ -1,9 +1,9 @@
 """opkiln: 36 GPU ops for PyTorch in independently installable families.
 
 `opkiln.functional` has the ops; `opkiln.use` and `backend=` choose who computes them;
-`opkiln.explain` says who does and why. `opkiln.nn` has them as modules; `opkiln.replace`
-serves a model's modules with them, `opkiln.override_torch` torch's own calls. `opkiln.capture`
-records a step's calls for `opkiln tune`.
+`opkiln.explain` says who does and why, `opkiln.card` what a backend was shown to do. `opkiln.nn`
+has them as modules; `opkiln.replace` serves a model's modules with them, `opkiln.override_torch`
+torch's own calls. `opkiln.capture` records a step's calls for `opkiln tune`.
 """
 
 import importlib
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 LAZY = {
     "capture": ("opkiln.step", "capture"),
+    "card": ("opkiln.cards", "card"),
     "nn": ("opkiln.nn", None),
     "override_torch": ("opkiln.override", "override_torch"),
     "replace": ("opkiln.replacing", "replace"),
@@ -34,6 +35,7 @@ __all__ = [
     "Refusal",
     "backends",
     "capture",
+    "card",
     "explain",
     "functional",
     "hookimpl",

@@ -127,6 +127,11 @@ class Registry:
         self.load()
         return tuple(sorted({b for impls in self._by_op.values() for b in impls}))
 
+    def owner(self, op: str, backend: str) -> str | None:
+        """The plugin that provides an implementation, "dist:name"; None: nobody does."""
+        self.load()
+        return self._owner.get((op, backend))
+
     def failures(self) -> list[PluginInfo]:
         self.load()
         return [p for p in self.plugins if not p.ok]

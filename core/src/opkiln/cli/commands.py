@@ -1,11 +1,11 @@
-"""The commands: doctor, list, explain, conform, tune. Errors are one line; exit codes 0, 1, 2."""
+"""The commands: doctor, list, explain, conform, cards, tune. Errors are one line; exits 0, 1, 2."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from opkiln.ops import CATALOGUE
 from opkiln.policy import current
 from opkiln.registry import REGISTRY
 from opkiln.spec import Call
+from opkiln.summary import as_text, ship
 
 FINDING = 1
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -49,7 +50,7 @@ def emit(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def show(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> None:
     """A table, as wide as it needs to be when it does not go to a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -119,12 +120,20 @@ def doctor(as_json: bool) -> int:
 @opkiln.command("list")
 @click.option("--op", help="One op, by its name here or on the pages.")
 @click.option("--family", type=click.Choice(list(FAMILY_DISTRIBUTION)), help="One family's ops.")
+@click.option("--backend", help="The capability cards of this backend; with --op a whole one.")
+@click.option("--summary", type=click.Path(dir_okay=False), help="Cards from this conform --json.")
 @as_json
-def list_ops(op: str | None, family: str | None, as_json: bool) -> int:
-    """The ops, and the installed backends of each."""
+def list_ops(
+    op: str | None, family: str | None, backend: str | None, summary: str | None, as_json: bool
+) -> int:
+    """The ops, and the installed backends of each; or what one backend was shown to do."""
     names = library.ops(family)
     if op is not None:
         names = [n for n in [known_op(op)] if n in names]
+    if backend is not None:
+        return list_cards(names, backend, summary, op is not None, as_json)
+    if summary is not None:
+        raise click.UsageError("--summary needs --backend")
     rows: list[dict[str, Any]] = [
         {
             "op": name,
@@ -139,6 +148,27 @@ def list_ops(op: str | None, family: str | None, as_json: bool) -> int:
     else:
         cells = [[r["op"], r["page_op"], r["family"], ", ".join(r["backends"])] for r in rows]
         show("", ["op", "on the pages", "family", "backends"], cells)
+    return 0
+
+
+def list_cards(
+    names: list[str], backend: str, summary: str | None, whole: bool, as_json: bool
+) -> int:
+    """A table with a line for each op, or whole cards."""
+    from opkiln.cli import cards as table
+
+    try:
+        found = table.cards_of(names, backend, summary)
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        emit([card.as_dict() for card in found])
+    elif whole:
+        click.echo("\n\n".join(map(str, found)))
+    else:
+        show("", table.HEAD, map(table.row, found))
+        for source in dict.fromkeys(card.source for card in found):
+            click.echo(source)
     return 0
 
 
@@ -206,7 +236,7 @@ def conform(
 
     def write(report: conformance.Report) -> None:
         if file is not None:
-            file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+            file.write_text(as_text(report.to_json()), encoding="utf-8")
 
     def finished(op: conformance.OpReport, so_far: conformance.Report) -> None:
         click.echo(f"{op.op}: {op.status}, {op.cases} cases", err=True)
@@ -225,6 +255,22 @@ def conform(
     write(report)
     click.echo(str(report))
     return 0 if report.ok else FINDING
+
+
+@opkiln.command()
+@click.argument("summary", type=click.Path(dir_okay=False, path_type=Path))
+def cards(summary: Path) -> int:
+    """Put what conform --json wrote into the packages of the backend, which ship it from then on.
+
+    For who develops them, in editable installs: each gets cards/<backend>-<device>.json.
+    """
+    try:
+        written = ship(summary)
+    except (ArgumentError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    for path in written:
+        click.echo(str(path))
+    return 0
 
 
 @opkiln.command()

@@ -89,15 +89,22 @@ class Case:
     def spec(self) -> OpSpec:
         return CATALOGUE[self.op]
 
-    def build(self, device: torch.device, rows: int | None = None) -> Bound:
-        """The canonical call, its tensors on `device`; rows: only the first of the batch."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.op}/{self.id}".encode()))
-        arguments = {
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.op}/{self.id}".encode()))
+
+    def arguments(self, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        """Of the public function, by keyword."""
+        return {
             name: to_device(value.build(generator, self.dtype), device)
             if isinstance(value, T)
             else value
             for name, value in self.row.arguments.items()
         }
+
+    def build(self, device: torch.device, rows: int | None = None) -> Bound:
+        """The canonical call, its tensors on `device`; rows: only the first of the batch."""
+        generator = self.generator()
+        arguments = self.arguments(device, generator)
         if rows is not None:
             arguments |= {name: arguments[name][:rows] for name in batched(self.op)}
         bound = canonical(self.function, arguments)

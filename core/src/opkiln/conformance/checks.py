@@ -10,11 +10,13 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from opkiln.conformance.cases import Case, batched, evaluate
+from opkiln.conformance.cases import SHORT, Case, batched, evaluate
+from opkiln.conformance.cells import shown_by
 from opkiln.conformance.compare import Comparison, compare
 from opkiln.conformance.tensors import bits, storage_of
 from opkiln.dispatch import plan
@@ -38,40 +40,52 @@ class Fault(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: passed, failed, refused; message: why not passed; ratio: worst error / tolerance."""
+    """status: passed, failed, refused; message: why not passed; ratio: worst error / tolerance.
+
+    features: what the case shows (cells.py). ulp: the largest error of an output of the case's
+    dtype, in units in the last place (compare.py); dtype: which, where values were compared.
+    """
 
     op: str
     case: str
     status: str
     message: str = ""
     ratio: float = 0.0
+    features: tuple[str, ...] = ()
+    ulp: float = 0.0
+    dtype: str = ""
 
 
 def check(case: Case, backend: str, device: torch.device | str = "cpu") -> Outcome:
     """Run one case. Never raises for a fault of the backend."""
+    said = partial(Outcome, case.op, case.id, features=shown_by(case))
     impl = REGISTRY.of(case.op).get(backend)
     if impl is None:
-        return Outcome(case.op, case.id, "refused", f"{backend} does not implement {case.op}")
+        return said("refused", f"{backend} does not implement {case.op}")
     policy = case.policy.only(backend)
     unmet = [f for f in TRAITS if getattr(policy, f) and f not in impl.traits]
     if unmet:
-        return Outcome(case.op, case.id, "refused", f"does not promise {unmet[0]}")
+        return said("refused", f"does not promise {unmet[0]}")
     try:
         bound = case.build(torch.device(device))
         call = Call.of(bound.spec, bound.tensors, bound.params, policy, case.kind == "train")
         no = impl.supports(call)
         if no is not None:
-            return Outcome(case.op, case.id, "refused", no.reason)
-        return Outcome(case.op, case.id, "passed", ratio=verify(case, backend, bound, call))
+            return said("refused", no.reason)
+        ratio, ulp = verify(case, backend, bound, call)
+        dtype = "" if ulp is None else SHORT[case.dtype]
+        return said("passed", ratio=ratio, ulp=ulp or 0.0, dtype=dtype)
     except Fault as fault:
-        return Outcome(case.op, case.id, "failed", str(fault))
+        return said("failed", str(fault))
     except Exception as error:  # whatever a backend raises is its failure
-        text = f"raised {type(error).__name__}: {error}".splitlines()[0]
-        return Outcome(case.op, case.id, "failed", text)
+        return said("failed", f"raised {type(error).__name__}: {error}".splitlines()[0])
 
 
-def verify(case: Case, backend: str, bound: Bound, call: Call) -> float:
-    """The worst ratio of error to tolerance. Raises Fault."""
+def verify(case: Case, backend: str, bound: Bound, call: Call) -> tuple[float, float | None]:
+    """The worst ratio of error to tolerance, and the largest error in ulp. Raises Fault.
+
+    None: no output of the case's dtype, or one as wide as the reference.
+    """
     launch = plan(bound.spec, bound.tensors, bound.params, call.policy, call.needs_grad).launch
     expected = expected_of(bound, call)
     before = [None if x is None else storage_of(x).clone() for x in bound.tensors]
@@ -79,7 +93,11 @@ def verify(case: Case, backend: str, bound: Bound, call: Call) -> float:
     check_outputs(first, call, bound)
     check_inputs(bound, call, before)
     found = [*first, *written(bound, call)]
-    ratio = max((c.ratio for c in compared(case, call, backend, found, expected)), default=0.0)
+    results = list(compared(case, call, backend, found, expected))
+    ratio = max((c.ratio for c in results), default=0.0)
+    told = zip(found, results, strict=True)
+    narrow = case.kind != "train" and case.dtype not in (torch.float64, torch.complex128)
+    own = [c.ulp for x, c in told if narrow and x.dtype == case.dtype]
 
     kept = [x.clone() for x in found]
     for x, stored in zip(bound.tensors, before, strict=True):
@@ -91,7 +109,7 @@ def verify(case: Case, backend: str, bound: Bound, call: Call) -> float:
         check_first_row(case, call, first)
     if case.policy.checks:  # one case an op: it costs a second reference
         check_changed_input(case, backend, bound, call, launch)
-    return ratio
+    return ratio, max(own, default=None)
 
 
 def check_first_row(case: Case, call: Call, outs: Tensors) -> None:

@@ -7,6 +7,10 @@ float32 arithmetic (float64 for float64), `terms` how many terms an element sums
 cancel, `least_scale` stands for the RMS. With `rounds_at_scale` (a spec says so) rounding is
 relative to at least rms(expected). The RMS of all errors has to be smaller still. NaN and
 infinities must stand in the same places; integers and the values of max pools must be equal.
+
+Beside the verdict an error is told in units in the last place of the output's dtype, at the size of
+the expected element or at rms(expected) where that is larger: where terms cancel, the unit of the
+element itself says nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +47,14 @@ INTERPRETED_BF16 = Tolerance(2**-7, 2**-21)
 
 @dataclass(frozen=True)
 class Comparison:
-    """ratio: the largest error over its tolerance, at most 1 where ok; message: one line if not."""
+    """ratio: the largest error over its tolerance, at most 1 where ok; message: one line if not;
+    ulp: the largest error in units in the last place.
+    """
 
     ok: bool
     ratio: float
     message: str = ""
+    ulp: float = 0.0
 
 
 def tolerance_of(dtype: torch.dtype, backend: str = "", device: str = "cuda") -> Tolerance:
@@ -98,7 +105,15 @@ def compare(
         if rms > rms_limit:
             message = f"{name}: RMS error {rms:.3g} is above {rms_limit:.3g} over {count} elements"
             return Comparison(False, rms / rms_limit, message)
-    return Comparison(True, ratio)
+    ulp = float((error / last_place(finite.abs().clamp(min=scale), out.dtype)).max())
+    return Comparison(True, ratio, ulp=ulp)
+
+
+def last_place(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The unit in the last place of `dtype` at positive values in double precision."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(size.clamp(min=info.smallest_normal)).exponent
+    return torch.ldexp(torch.full_like(size, info.eps), exponent - 1)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

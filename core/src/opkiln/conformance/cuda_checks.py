@@ -6,7 +6,7 @@ the same implementation, which those cases have compared with the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +25,13 @@ from opkiln.conformance.checks import (
     run,
 )
 from opkiln.conformance.compare import compare
+from opkiln.conformance.judge import call_of, first_taken, judged, launch_of
 from opkiln.conformance.rows import BATCHED, TABLES
 from opkiln.conformance.rows.large import MANY, TILED
 from opkiln.conformance.tensors import T, bits, storage_of
-from opkiln.dispatch import plan, refusal
-from opkiln.errors import BackendError
 from opkiln.ops import CATALOGUE
-from opkiln.policy import DEFAULT
-from opkiln.registry import REGISTRY, Launch
+from opkiln.registry import Launch
 from opkiln.road import Bound
-from opkiln.spec import Call
 
 SLOW_CYCLES = 20_000_000  # about 10 ms at 2 GHz: longer than any launch of these cases
 ROWS = 67  # of a batch that is repeated; a prime, so that no tile size divides it
@@ -47,7 +44,7 @@ def device_checks(op: str, backend: str, device: torch.device, big: bool) -> Ite
     cases = cases_of(op)
     if not cases:
         return
-    case = cases[0]
+    case = first_taken(cases, backend, device)
     yield judged(case, backend, device, "side_stream", on_side_stream)
     yield judged(case, backend, device, "cuda_graph", in_cuda_graph)
     if op in BATCHED:
@@ -78,34 +75,6 @@ def big_cases(case: Case) -> Iterator[Case]:
         r = TILED[case.op].row
         name = f"{r.label}-{SHORT[r.dtypes[0]]}"
         yield Case(case.op, name, "forward", case.function, r, r.dtypes[0])
-
-
-def judged(
-    case: Case,
-    backend: str,
-    device: torch.device,
-    name: str,
-    body: Callable[[Case, str, Bound], None],
-) -> Outcome:
-    """Run one check on the case's implementation."""
-    label = f"{case.id}-{name}"
-    impl = REGISTRY.of(case.op).get(backend)
-    if impl is None:
-        return Outcome(case.op, label, "refused", f"{backend} does not implement {case.op}")
-    bound = case.build(device)
-    no = refusal(impl, call_of(bound, backend))
-    if no is not None:
-        return Outcome(case.op, label, "refused", no.reason)
-    try:
-        body(case, backend, bound)
-    except Fault as fault:
-        return Outcome(case.op, label, "failed", str(fault))
-    except BackendError as error:  # it refuses the large call
-        return Outcome(case.op, label, "refused", str(error))
-    except Exception as error:  # whatever a backend raises is its failure
-        text = f"raised {type(error).__name__}: {error}".splitlines()[0]
-        return Outcome(case.op, label, "failed", text)
-    return Outcome(case.op, label, "passed")
 
 
 def results(launch: Launch, bound: Bound) -> list[torch.Tensor]:
@@ -180,10 +149,10 @@ def on_second_device(case: Case, backend: str) -> Outcome:
     with torch.cuda.device(0):
         outcome = check(case, backend, torch.device("cuda", 1))
         current = torch.cuda.current_device()
-    label = f"{case.id}-second_device"
+    said = replace(outcome, case=f"{case.id}-second_device", features=("second_device",))
     if outcome.status == "passed" and current != 0:
-        return Outcome(case.op, label, "failed", f"left cuda:{current} as the current device")
-    return replace(outcome, case=label)
+        return replace(said, status="failed", message=f"left cuda:{current} as the current device")
+    return said
 
 
 def grown(case: Case) -> Case:
@@ -266,11 +235,3 @@ def assert_close(
     )
     if not result.ok:
         raise Fault(result.message)
-
-
-def call_of(bound: Bound, backend: str) -> Call:
-    return Call.of(bound.spec, bound.tensors, bound.params, DEFAULT.only(backend))
-
-
-def launch_of(bound: Bound, backend: str) -> Launch:
-    return plan(bound.spec, bound.tensors, bound.params, DEFAULT.only(backend)).launch

@@ -18,7 +18,8 @@ import pytest
 
 from opkiln.conformance.cases import cases_of
 from opkiln.conformance.checks import Outcome
-from opkiln.conformance.run import OpReport, Report, chosen_device, chosen_ops, environment
+from opkiln.conformance.environment import environment
+from opkiln.conformance.run import OpReport, Report, chosen_device, chosen_ops
 from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import importlib.metadata
 import multiprocessing
-import os
-import platform
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from opkiln.conformance import cells
 from opkiln.conformance.cases import cases_of
+from opkiln.conformance.cells import Cells
 from opkiln.conformance.checks import Outcome, check
+from opkiln.conformance.environment import environment
+from opkiln.conformance.judge import Task
+from opkiln.conformance.row_counts import row_count_checks
+from opkiln.conformance.torch_checks import torch_checks
 from opkiln.errors import ArgumentError
 from opkiln.ops import CATALOGUE
 from opkiln.registry import REGISTRY
+from opkiln.summary import SCHEMA_VERSION
 
-SCHEMA_VERSION = 1
 MAX_LISTED = 20  # failures and refusals spelled out for one op
 PART_CASES = 16
 
@@ -34,7 +34,11 @@ Progress = Callable[[Outcome], None]
 
 @dataclass
 class OpReport:
-    """One op: failed, passed or refused (no case was taken). worst_ratio: error / tolerance."""
+    """One op: failed, passed or refused (no case was taken). worst_ratio: error / tolerance.
+
+    cells: by feature, what its cases say of it. errors: dtype -> the largest error in units in the
+    last place, and its case (conformance.compare).
+    """
 
     op: str
     page_op: str
@@ -45,6 +49,8 @@ class OpReport:
     worst_ratio: float = 0.0
     failures: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    cells: Cells = field(default_factory=dict)
+    errors: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -59,6 +65,17 @@ class OpReport:
         lines = {"failed": self.failures, "refused": self.refusals}.get(outcome.status)
         if lines is not None and len(lines) < MAX_LISTED:
             lines.append(f"{outcome.case}: {outcome.message}")
+        for feature in outcome.features:
+            cell = cells.cell_of(outcome.case, outcome.status, outcome.message)
+            cells.join(self.cells, [(feature, cell)])
+        if outcome.dtype:
+            self.larger({outcome.dtype: (outcome.ulp, outcome.case)})
+
+    def larger(self, errors: dict[str, tuple[float, str]]) -> None:
+        """Keep the larger error of each dtype; of equal ones that of the first case by name."""
+        for dtype, new in errors.items():
+            old = self.errors.get(dtype, new)
+            self.errors[dtype] = min(old, new, key=lambda e: (-e[0], e[1]))
 
     def join(self, other: OpReport) -> None:
         """Add another part of the same op."""
@@ -69,6 +86,13 @@ class OpReport:
         self.worst_ratio = max(self.worst_ratio, other.worst_ratio)
         self.failures = [*self.failures, *other.failures][:MAX_LISTED]
         self.refusals = [*self.refusals, *other.refusals][:MAX_LISTED]
+        cells.join(self.cells, other.cells.items())
+        self.larger(other.errors)
+
+    def to_json(self) -> dict[str, Any]:
+        errors = {d: [round(ulp, 3), case] for d, (ulp, case) in sorted(self.errors.items())}
+        told = {"status": self.status, "cells": cells.to_json(self.cells), "errors": errors}
+        return asdict(self) | told
 
 
 @dataclass
@@ -98,7 +122,7 @@ class Report:
             "ok": self.ok,
             "finished": self.finished,
             "environment": self.environment,
-            "ops": [asdict(o) | {"status": o.status} for o in self.ops],
+            "ops": [o.to_json() for o in self.ops],
         }
 
     def __str__(self) -> str:
@@ -132,6 +156,8 @@ def conform(
     jobs: processes, which share out the ops in parts of 16 cases; they load installed plugins only.
     finished(op, so_far): called after each op; progress(outcome): after each case, with one job.
     big: also calls above 2^32 elements (CUDA only; up to 100 GB of its memory).
+    Each forward op also runs under torch.compile, torch.export and autocast, and has its second
+    derivatives taken; one that promises batch invariance runs on several numbers of rows.
     On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
     device where there is one. Raises ArgumentError for an unknown backend, op or device, and for
     `big` on a CPU.
@@ -169,7 +195,7 @@ def conform(
 
 @dataclass(frozen=True)
 class Part:
-    """Every `count`-th case of an op from `index` on, for one process."""
+    """Every `count`-th case or check of an op from `index` on, for one process."""
 
     op: str
     index: int
@@ -194,12 +220,14 @@ def conform_part(
     big: bool,
     progress: Progress | None = None,
 ) -> OpReport:
-    """The cases of one part of an op; its last one has the device checks too."""
+    """The cases and other checks of one part of an op; its last one has those of a device too."""
     name = part.op
     report = OpReport(name, CATALOGUE[name].op)
-    for case in cases_of(name, dtypes)[part.index :: part.count]:
-        tell(report, check(case, backend, where), progress)
-    if where.type == "cuda" and part.last:
+    tasks: list[Task] = [partial(check, case, backend, where) for case in cases_of(name, dtypes)]
+    tasks += row_count_checks(name, backend, where) + torch_checks(name, backend, where)
+    for task in tasks[part.index :: part.count]:
+        tell(report, task(), progress)
+    if part.last and where.type == "cuda":
         from opkiln.conformance.cuda_checks import device_checks
 
         for outcome in device_checks(name, backend, where, big):
@@ -233,45 +261,3 @@ def chosen_device(device: str) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("conform: device cuda was asked for, torch sees no GPU")
     return torch.device("cuda", where.index or 0) if where.type == "cuda" else where
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Everything needed to repeat a run."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "opkiln": installed("opkiln"),
-        "plugins": {p.name: p.version for p in REGISTRY.plugins},
-    }
-
-
-def installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """OPKILN_COMMIT, else the HEAD of the source tree ("-dirty" where changed), else None."""
-    stated = os.environ.get("OPKILN_COMMIT")
-    if stated:
-        return stated
-    head = git("rev-parse", "HEAD")
-    return f"{head}-dirty" if head and git("status", "--porcelain") else head or None
-
-
-def git(*arguments: str) -> str:
-    """Output of a git command on the tree that this file lies in; empty where there is none."""
-    folder = str(Path(__file__).resolve().parent)
-    try:
-        done = subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -73,9 +73,12 @@ class Tiling:
     fixed: bool = False
 
 
-def rule(batch: int) -> Tiling:
-    """Latency is all there is: an access a thread; one row is spread over more CTAs."""
-    return Tiling(1024, 4) if batch > 1 else Tiling(512, 1)
+def rule(batch: int, invariant: bool = False) -> Tiling:
+    """Latency is all there is: an access a thread; one row is spread over more CTAs.
+
+    invariant: the same for any number of rows.
+    """
+    return Tiling(1024, 4) if batch > 1 or invariant else Tiling(512, 1)
 
 
 @functools.cache
@@ -94,7 +97,7 @@ def tiling_of(call: Any) -> Tiling:
         for row in tuning_rows():
             if all(row[k] == v for k, v in key.items()):
                 return Tiling(**row["use"])
-    return rule(batch)
+    return rule(batch, call.policy.batch_invariant)
 
 
 def prepare(call: Any, tiling: Tiling | None = None) -> Callable[..., torch.Tensor]:

@@ -118,7 +118,9 @@ def plan_for(call: Any, tiling: Tiling | None = None) -> Plan | None:
     strides, out_strides = as_4d(x.stride, 0), as_4d(out.stride, 0)
     dense = strides[3] == 1 and out_strides[3] == 1
     align = math.gcd(16, pairs, channels, *strides[:3], *out_strides[:3]) if dense else 1
-    t = tiling or rule(tokens, heads, pairs, x.dtype.itemsize)
+    # Batch invariance: the tiling of many tokens, for any number.
+    regime = MAX_TOKENS if call.policy.batch_invariant else tokens
+    t = tiling or rule(regime, heads, pairs, x.dtype.itemsize)
     block_p = power_of_two(pairs)
     rest = channels - 2 * pairs
     ids = getattr(call.tensors, "position_ids", None)

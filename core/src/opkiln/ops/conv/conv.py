@@ -7,15 +7,15 @@ holds the zeros before and after each spatial dim, in pairs, so that an even ker
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.common import wide
+from opkiln.ops.conv.products import Window, convolution, float32_precision
 from opkiln.ops.derive import with_backward
 from opkiln.spec import FLOAT, Call, OpSpec, OutputSpec, ParamSpec, TensorMeta, TensorSpec
 
@@ -23,26 +23,6 @@ Ints = Sequence[int]
 # From here on the reference counts in three dims: torch's float64 convolutions in one and two go
 # group by group, minutes for 65,539 groups.
 MANY_GROUPS = 1024
-TORCH = {
-    1: torch.nn.functional.conv1d,
-    2: torch.nn.functional.conv2d,
-    3: torch.nn.functional.conv3d,
-}
-
-
-@contextlib.contextmanager
-def float32_precision(x: torch.Tensor, allow_tf32: bool) -> Iterator[None]:
-    """Let cuDNN use TF32 inside the block, or not (torch's default does). Process-wide."""
-    setting: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before, wanted = setting.fp32_precision, "tf32" if allow_tf32 else "ieee"
-    if not x.is_cuda or x.dtype != torch.float32 or before == wanted:
-        yield
-        return
-    setting.fp32_precision = wanted
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
 
 
 def pad_uneven(input: torch.Tensor, padding: Ints) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -67,8 +47,7 @@ def native(
     allow_tf32: bool,
 ) -> torch.Tensor:
     x, even, _ = pad_uneven(input, padding)
-    with float32_precision(input, allow_tf32):
-        return TORCH[len(stride)](x, weight, bias, stride, even, dilation, groups)
+    return convolution(x, weight, bias, Window(stride, even, dilation, groups, allow_tf32))
 
 
 def reference(
