@@ -307,6 +307,15 @@ def test_parts_share_out_every_case_of_an_op_once() -> None:
     assert parts_of("conv2d", None, jobs=1) == [Part("conv2d", 0, 1)]
 
 
+def test_the_cases_alone_show_nothing_of_compilers_and_row_counts() -> None:
+    told = {
+        alone: set(conform("torch", ["fft"], cases_only=alone).ops[0].cells)
+        for alone in (False, True)
+    }
+    assert told[True] < told[False]
+    assert told[False] - told[True] >= {"compile", "export", "autocast", "double_backward"}
+
+
 def test_parts_join_to_the_report_of_the_whole() -> None:
     whole = conform("torch", ["mhc_post"])
     joined = OpReport("mhc_post", "MHCPostFwd")

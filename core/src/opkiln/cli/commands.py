@@ -222,10 +222,17 @@ def explanation(op: str, values: dict[str, Any], grad: bool) -> Explanation:
 @click.option("--op", "ops", multiple=True, help="Only this op (repeatable); default: all it has.")
 @click.option("--device", default="cpu", show_default=True, help="Where the cases run.")
 @click.option("--big", is_flag=True, help="Also above 2^32 elements: up to 100 GB of GPU memory.")
+@click.option("--cases-only", is_flag=True, help="Nothing that compiles a call, or counts rows.")
 @click.option("--jobs", default=1, show_default=True, help="Processes.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def conform(
-    backend: str, ops: tuple[str, ...], device: str, big: bool, jobs: int, file: Path | None
+    backend: str,
+    ops: tuple[str, ...],
+    device: str,
+    big: bool,
+    cases_only: bool,
+    jobs: int,
+    file: Path | None,
 ) -> int:
     """Check a backend against the specs. Exit 1 if a case fails or none is taken.
 
@@ -249,7 +256,9 @@ def conform(
     if file is not None and not (room or file.exists()):
         raise click.UsageError(f"cannot write {file}: {file.parent} is no writable directory")
     try:
-        report = conformance.conform(backend, names, device, big=big, jobs=jobs, finished=finished)
+        report = conformance.conform(
+            backend, names, device, None, None, big, jobs, finished, cases_only
+        )
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     write(report)

@@ -149,6 +149,7 @@ def conform(
     big: bool = False,
     jobs: int = 1,
     finished: Callable[[OpReport, Report], None] | None = None,
+    cases_only: bool = False,
 ) -> Report:
     """Run the cases of a backend.
 
@@ -157,7 +158,8 @@ def conform(
     finished(op, so_far): called after each op; progress(outcome): after each case, with one job.
     big: also calls above 2^32 elements (CUDA only; up to 100 GB of its memory).
     Each forward op also runs under torch.compile, torch.export and autocast, and has its second
-    derivatives taken; one that promises batch invariance runs on several numbers of rows.
+    derivatives taken; one that promises batch invariance runs on several numbers of rows. With
+    cases_only none of this, which compiles much: what it would show is not tested then.
     On CUDA each op also runs on a side stream, in a captured graph, on a large grid and on a second
     device where there is one. Raises ArgumentError for an unknown backend, op or device, and for
     `big` on a CPU.
@@ -167,7 +169,9 @@ def conform(
     if big and where.type != "cuda":
         raise ArgumentError(f"conform: big calls need a GPU, the device is {where}")
     chosen = None if dtypes is None else tuple(dtypes)
-    one = partial(conform_part, backend=backend, where=where, dtypes=chosen, big=big)
+    one = partial(
+        conform_part, backend=backend, where=where, dtypes=chosen, big=big, cases_only=cases_only
+    )
     parts = [part for name in names for part in parts_of(name, chosen, jobs)]
     missing = Counter(part.op for part in parts)
     reports: dict[str, OpReport] = {}
@@ -218,13 +222,15 @@ def conform_part(
     where: torch.device,
     dtypes: tuple[torch.dtype, ...] | None,
     big: bool,
+    cases_only: bool = False,
     progress: Progress | None = None,
 ) -> OpReport:
     """The cases and other checks of one part of an op; its last one has those of a device too."""
     name = part.op
     report = OpReport(name, CATALOGUE[name].op)
     tasks: list[Task] = [partial(check, case, backend, where) for case in cases_of(name, dtypes)]
-    tasks += row_count_checks(name, backend, where) + torch_checks(name, backend, where)
+    if not cases_only:
+        tasks += row_count_checks(name, backend, where) + torch_checks(name, backend, where)
     for task in tasks[part.index :: part.count]:
         tell(report, task(), progress)
     if part.last and where.type == "cuda":
