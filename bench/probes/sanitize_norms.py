@@ -116,6 +116,7 @@ def channel_norms() -> Iterator[Case]:
         ("team", (5, 6, 16, 32), {
             "vector_bytes": 16, "team_warps": 1, "teams": 2, "vectors": 2, "grouped": True,
             "through_l1": True}),
+        ("flat", (3, 6, 16, 32), {"threads": 128}),
         ("columns", (24, 64), {"warps": 8, "rows": 4, "lanes": 32}),
         ("ring", (2, 3, 128, 256), {"threads": 128, "registers": 1, "shared": 1, "groups": 2}),
     ]  # fmt: skip
@@ -168,7 +169,7 @@ def by_table(module: Any, functional: Any, kind: str, shape: Any, rows: list[Any
 
     f32 = torch.float32
     module.cuda_rows = lambda: rows
-    batch_norms(functional, shape, torch.bfloat16, evaluation=kind == "team")
+    batch_norms(functional, shape, torch.bfloat16, evaluation=kind in ("team", "flat"))
     if kind == "team":
         x, c = on_gpu(*shape), shape[1]
         mean, var = on_gpu(c, dtype=f32), on_gpu(c, dtype=f32).abs()

@@ -6,13 +6,13 @@ the same implementation, which those cases have compared with the reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from opkiln.conformance.cases import SHORT, Case, cases_of, expand
+from opkiln.conformance.cases import SHORT, Case, Row, cases_of, expand
 from opkiln.conformance.checks import (
     SETS,
     Fault,
@@ -28,6 +28,7 @@ from opkiln.conformance.compare import compare
 from opkiln.conformance.judge import call_of, first_taken, judged, launch_of
 from opkiln.conformance.rows import BATCHED, TABLES
 from opkiln.conformance.rows.large import MANY, TILED
+from opkiln.conformance.rows.published import PUBLISHED
 from opkiln.conformance.tensors import T, bits, storage_of
 from opkiln.ops import CATALOGUE
 from opkiln.registry import Launch
@@ -61,9 +62,18 @@ def device_checks(op: str, backend: str, device: torch.device, big: bool) -> Ite
 
 def many_cases(op: str) -> Iterator[Case]:
     """Cases with more channels, heads, tokens or groups than a grid's y and z axes hold."""
+    return cases_of_rows(op, MANY)
+
+
+def published_cases(op: str) -> Iterator[Case]:
+    """Cases of the geometries that kernels have tilings and engines of their own for."""
+    return cases_of_rows(op, PUBLISHED)
+
+
+def cases_of_rows(op: str, table: Mapping[str, tuple[Row, ...]]) -> Iterator[Case]:
     spec = CATALOGUE[op]
     forward = spec.forward_op or op
-    for r in MANY.get(forward, ()):
+    for r in table.get(forward, ()):
         yield from expand(spec, TABLES[forward][0], r, first=False)
 
 

@@ -228,7 +228,13 @@ def conform_part(
     """The cases and other checks of one part of an op; its last one has those of a device too."""
     name = part.op
     report = OpReport(name, CATALOGUE[name].op)
-    tasks: list[Task] = [partial(check, case, backend, where) for case in cases_of(name, dtypes)]
+    cases = cases_of(name, dtypes)
+    if where.type == "cuda":
+        from opkiln.conformance.cuda_checks import published_cases
+
+        more = published_cases(name)
+        cases = [*cases, *[c for c in more if dtypes is None or c.dtype in dtypes]]
+    tasks: list[Task] = [partial(check, case, backend, where) for case in cases]
     if not cases_only:
         tasks += row_count_checks(name, backend, where) + torch_checks(name, backend, where)
     for task in tasks[part.index :: part.count]:
