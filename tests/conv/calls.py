@@ -8,6 +8,9 @@ import pytest
 import torch
 from opkiln.ops import CATALOGUE
 from opkiln.spec import Call
+from opkiln_conv import conv_plan
+from opkiln_conv.geometry import geometry_of
+from opkiln_conv.launch import prepare
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -51,3 +54,20 @@ def cuobjdump(what, cubin, folder):
 def stacks(cubin, folder):
     """Bytes of stack of each kernel: spills, or arrays indexed at run time."""
     return re.findall(r"STACK:(\d+)", cuobjdump("-res-usage", cubin, folder))
+
+
+def by_engine(engine, monkeypatch):
+    """What runs a convolution by a tiling of `engine`, on random tensors, and checks the output."""
+    torch.manual_seed(0)
+
+    def run(shape, weight, t, dtype=F16, bias=True, **window):
+        monkeypatch.setattr(conv_plan, "tuned", lambda *_: (t, "test"))
+        x, w = torch.randn(shape).to(dtype), torch.randn(weight).to(dtype)
+        b = torch.randn(weight[0]).to(dtype) if bias else None
+        call = call_of(x, w, b, **window)
+        assert engine.can_use(geometry_of(call), t)
+        got = prepare(call)(x, w, b)
+        assert_right(call, got, x, w, b)
+        return got
+
+    return run

@@ -93,13 +93,6 @@ void products_wait() {
         for (const auto& run : groups.front()) run();
 }
 inline void keep(float&) {}
-template <typename T>
-u32 rounded(float low, float high, T) {
-    T y[2];
-    round_to(y[0], low);
-    round_to(y[1], high);
-    return bits_of(y[0]) | bits_of(y[1]) << 16;
-}
 
 // Element (row, k) of an operand that a descriptor names, K innermost: PTX's canonical layouts.
 static float element(u64 descriptor, u32 row, u32 k) {

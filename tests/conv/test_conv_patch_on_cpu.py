@@ -2,32 +2,20 @@
 
 import pytest
 import torch
-from conv.calls import BF16, F16, assert_right, call_of, call_of_row, stacks
+from conv.calls import BF16, F16, by_engine, call_of, call_of_row, stacks
 from conv.on_cpu import Kernel
 from misc.on_cpu import needs_compiler
 from opkiln.device import cuda
 from opkiln_conv import conv_plan, patch, tilings
 from opkiln_conv.geometry import geometry_of
-from opkiln_conv.launch import prepare
 from opkiln_conv.patch import PatchTiling
 
 
 @pytest.fixture
 def emulated(monkeypatch):
     """Every plan is a patch's, and opkiln.device.cuda has no GPU."""
-    torch.manual_seed(0)
     monkeypatch.setattr(cuda, "load", Kernel)
-
-    def run(shape, weight, t, dtype=F16, bias=True, **window):
-        monkeypatch.setattr(conv_plan, "tuned", lambda *_: (t, "test"))
-        x, w = torch.randn(shape).to(dtype), torch.randn(weight).to(dtype)
-        b = torch.randn(weight[0]).to(dtype) if bias else None
-        call = call_of(x, w, b, **window)
-        assert patch.can_use(geometry_of(call), t)
-        got = prepare(call)(x, w, b)
-        assert_right(call, got, x, w, b)
-
-    return run
+    return by_engine(patch, monkeypatch)
 
 
 CASES = {  # id: (input, weight, (tile_h, tile_w, chunk, split, wm, wn, wk, mt, nt), window)

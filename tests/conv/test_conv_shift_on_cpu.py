@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conv.calls import BF16, F16, assert_right, call_of, call_of_row, cuobjdump, stacks
+from conv.calls import BF16, F16, by_engine, call_of, call_of_row, cuobjdump, stacks
 from conv.on_cpu import Kernel
 from misc.on_cpu import needs_compiler
 from opkiln.device import cuda
@@ -19,19 +19,9 @@ PROGRAMS = 5  # of the emulated device: tiles come in turns
 @pytest.fixture
 def emulated(monkeypatch):
     """Every plan is a shift's, and opkiln.device.cuda has no GPU."""
-    torch.manual_seed(0)
     monkeypatch.setattr(cuda, "load", Kernel)
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: PROGRAMS)
-
-    def run(shape, weight, t, dtype=F16, bias=True, **window):
-        monkeypatch.setattr(conv_plan, "tuned", lambda *_: (t, "test"))
-        x, w = torch.randn(shape).to(dtype), torch.randn(weight).to(dtype)
-        b = torch.randn(weight[0]).to(dtype) if bias else None
-        call = call_of(x, w, b, **window)
-        assert shift.can_use(geometry_of(call), t)
-        assert_right(call, prepare(call)(x, w, b), x, w, b)
-
-    return run
+    return by_engine(shift, monkeypatch)
 
 
 CASES = {  # id: (input, weight, tiling, window)

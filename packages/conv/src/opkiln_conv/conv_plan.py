@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from opkiln_conv.shift import ShiftPlan, ShiftTiling
 from opkiln_conv.stem import StemPlan, StemTiling
 from opkiln_conv.tilings import (
     ALIGN,
+    CompiledTiling,
     Tiling,
     opaque,
     power_of_two,
@@ -22,6 +24,13 @@ from opkiln_conv.tilings import (
     tuned,
 )
 
+CompiledPlan = PatchPlan | ShiftPlan | StemPlan
+# What plans and launches a tiling of an engine in CUDA C++: its `plan_of` and `prepare`.
+ENGINES: dict[type[CompiledTiling], ModuleType] = {
+    PatchTiling: patch,
+    ShiftTiling: shift,
+    StemTiling: stem,
+}
 UNROLLED_TAPS = 32  # more taps than this run as a loop
 PACK_CHANNELS, PACK_PLACES, PACK_ELEMENTS = 64, 64, 4096
 
@@ -67,7 +76,7 @@ def better_in_cudnn(call: Any) -> str:
     return "" if tuned(g, False) else slower_than_cudnn(g, rule(g))
 
 
-def plan_for(call: Any) -> ConvPlan | PatchPlan | ShiftPlan | StemPlan:
+def plan_for(call: Any) -> ConvPlan | CompiledPlan:
     """The plan of a call of conv1d, conv2d or conv3d."""
     g, x = geometry_of(call), call.tensors.input
     tf32 = bool(call.params.allow_tf32)
@@ -77,12 +86,9 @@ def plan_for(call: Any) -> ConvPlan | PatchPlan | ShiftPlan | StemPlan:
     if x.dtype != torch.float32:
         found = tuned(g, patch.serves(call, g), has_bias)
     tiling, source = found or (rule(g, matrix_units), "rule")
-    if isinstance(tiling, PatchTiling):
-        return patch.plan_of(call, g, tiling, source)
-    if isinstance(tiling, ShiftTiling):
-        return shift.plan_of(call, g, tiling, source)
-    if isinstance(tiling, StemTiling):
-        return stem.plan_of(call, g, tiling, source)
+    if not isinstance(tiling, Tiling):
+        plan: CompiledPlan = ENGINES[type(tiling)].plan_of(call, g, tiling, source)
+        return plan
     stride_b = call.tensors.bias.stride[0] if has_bias else 0
     product = {
         "F32": x.dtype == torch.bfloat16 and x.device.type == "cpu",

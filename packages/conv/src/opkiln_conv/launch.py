@@ -6,15 +6,11 @@ from typing import Any
 import torch
 from opkiln.device.triton import launcher
 
-from opkiln_conv import patch, shift, stem
 from opkiln_conv.channelwise import channelwise_kernel
-from opkiln_conv.conv_plan import ConvPlan, Pack, plan_for
+from opkiln_conv.conv_plan import ENGINES, ConvPlan, Pack, plan_for
 from opkiln_conv.gather import gather_kernel
 from opkiln_conv.packed import pack_kernel, packed_kernel
-from opkiln_conv.patch import PatchPlan
 from opkiln_conv.pointwise import pointwise_kernel
-from opkiln_conv.shift import ShiftPlan
-from opkiln_conv.stem import StemPlan
 
 KERNELS = {
     "gather": gather_kernel,
@@ -75,12 +71,9 @@ def prepare(call: Any) -> Callable[..., torch.Tensor]:
     if meta.numel == 0:
         return lambda x, w, bias: meta.empty()
     plan = plan_for(call)
-    if isinstance(plan, PatchPlan):
-        return patch.prepare(call, plan)
-    if isinstance(plan, ShiftPlan):
-        return shift.prepare(call, plan)
-    if isinstance(plan, StemPlan):
-        return stem.prepare(call, plan)
+    if not isinstance(plan, ConvPlan):
+        run_of: Callable[..., torch.Tensor] = ENGINES[type(plan.tiling)].prepare(call, plan)
+        return run_of
     fixed = (*plan.arguments, *plan.constexprs.values())
     kernel = KERNELS[plan.tiling.variant]
     run = launcher(kernel, (plan.grid, 1, 1), options_of(plan), fixed)

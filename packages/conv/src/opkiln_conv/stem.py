@@ -28,7 +28,6 @@ class StemTiling:
     wm: int = 1
     mt: int = 4
     resident: int = 1
-    wgmma: int = 0
 
 
 @dataclass(frozen=True, slots=True)

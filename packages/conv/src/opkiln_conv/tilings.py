@@ -13,6 +13,13 @@ from opkiln_conv.patch import PatchTiling
 from opkiln_conv.shift import ShiftTiling
 from opkiln_conv.stem import StemTiling
 
+CompiledTiling = PatchTiling | ShiftTiling | StemTiling
+# Engines in CUDA C++, as a row of the table names them; the first that it has serves.
+COMPILED: dict[str, type[CompiledTiling]] = {
+    "shift": ShiftTiling,
+    "stem": StemTiling,
+    "patch": PatchTiling,
+}
 ALIGN = 16  # elements: what packed rows of channels are multiples of
 PACKED_TAPS = 128  # taps of a tile that is turned at once
 BUSY, FEW = 96, 32  # tiles that keep 132 multiprocessors at work, and that leave most idle
@@ -185,7 +192,7 @@ def key_of(g: Geometry) -> dict[str, Any]:
 
 def tuned(
     g: Geometry, compiled: bool, bias: bool = False
-) -> tuple[Tiling | PatchTiling | ShiftTiling | StemTiling, str] | None:
+) -> tuple[Tiling | CompiledTiling, str] | None:
     """The table's row for this geometry in its plain layout. compiled: CUDA C++ may serve. bias:
     the call has one, for which a row may have a tiling of its own.
     """
@@ -194,11 +201,8 @@ def tuned(
     key = key_of(g)
     for row in tuning_rows():
         if all(row[k] == v for k, v in key.items()):
-            if compiled and "shift" in row:
-                return ShiftTiling(**row["shift"]), row["label"]
-            if compiled and "stem" in row:
-                return StemTiling(**row["stem"]), row["label"]
-            if compiled and "patch" in row:
-                return PatchTiling(**row["patch"]), row["label"]
+            for engine, make in COMPILED.items() if compiled else ():
+                if engine in row:
+                    return make(**row[engine]), row["label"]
             return Tiling(**row["biased" if bias and "biased" in row else "use"]), row["label"]
     return None

@@ -102,19 +102,14 @@ def max_pool(n: int, **more: Any) -> tuple[Row, ...]:
 
 def planes(own: str) -> tuple[Row, ...]:
     """By the input's own statistics and by given ones; own: the argument that says which."""
-    return tuple(
-        row(
-            f"{label}_{'own' if wanted else 'given'}",
-            SIZES,
-            input=t(n, c, *sizes),
-            **statistics(c),
-            **affine(c),
-            **dict[str, Any]({own: wanted}),
-        )
-        for label, n, c, sizes in PLANES
-        if sizes or own == "training"
-        for wanted in (True, False)
-    )
+    found = []
+    for label, n, c, sizes in PLANES:
+        if not sizes and own != "training":  # instances are planes
+            continue
+        given: dict[str, Any] = {"input": t(n, c, *sizes), **statistics(c), **affine(c)}
+        for name, wanted in (("own", True), ("given", False)):
+            found.append(row(f"{label}_{name}", SIZES, **(given | {own: wanted})))
+    return tuple(found)
 
 
 def rows(whole: tuple[str, ...], vectors: tuple[str, ...] = ()) -> tuple[Row, ...]:

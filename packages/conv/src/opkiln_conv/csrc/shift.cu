@@ -179,8 +179,8 @@ DEVICE void store_pass(const float* acc, T* staging, T* out, int position, int c
     u32* to = reinterpret_cast<u32*>(staging + lane / 4 * STAGED) + lane % 4;
 #pragma unroll
     for (int j = 0; j < PASS / 8; ++j) {
-        to[j * 4] = rounded(acc[j * 4] + bias_low, acc[j * 4 + 1] + bias_low, T());
-        to[j * 4 + 4 * STAGED] = rounded(acc[j * 4 + 2] + bias_high, acc[j * 4 + 3] + bias_high, T());
+        to[j * 4] = pair_of(acc[j * 4] + bias_low, acc[j * 4 + 1] + bias_low, T());
+        to[j * 4 + 4 * STAGED] = pair_of(acc[j * 4 + 2] + bias_high, acc[j * 4 + 3] + bias_high, T());
     }
     __syncwarp();
 #pragma unroll

@@ -67,15 +67,3 @@ DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 template <int LEFT>  // groups that may still be under way
 DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 DEVICE void keep(float& sum) { asm volatile("" : "+f"(sum) :: "memory"); }
-
-// Two numbers, the first in the lower half.
-DEVICE u32 rounded(float low, float high, f16) {
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-DEVICE u32 rounded(float low, float high, bf16) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
